@@ -143,9 +143,13 @@ parity: build $(VENV)/.dev-requirements  ## compare every sharding, pooling, bat
 matrix: build $(VENV)/.dev-requirements  ## run the tests with each supported TorchRec; writes the README's table of versions
 	$(BIN)/python -m tests.project.matrix.run $(ARGS)
 
-lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
+CPP_FILES = $(shell find benchmarks examples packaging service serving tests torchrec_recstore \
+	-name build -prune -o \( -name '*.h' -o -name '*.inl' -o -name '*.cpp' \) -print)
+
+lint: build $(VENV)/.dev-requirements  ## ruff, clang-format and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	$(BIN)/mypy
 
 proto: $(VENV)/.dev-requirements  ## generate the Python code of the protocols

@@ -26,7 +26,9 @@ inline void stream_line(float* out, const float* in) {
 #elif defined(__AVX__)
   for (int d = 0; d < 16; d += 8) _mm256_stream_ps(out + d, _mm256_loadu_ps(in + d));
 #else
-  for (int d = 0; d < 16; d += 4) _mm_stream_ps(out + d, _mm_loadu_ps(in + d));
+  for (int d = 0; d < 16; d += 4) {
+    _mm_stream_ps(out + d, _mm_loadu_ps(in + d));
+  }
 #endif
 }
 

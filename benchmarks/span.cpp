@@ -1,26 +1,26 @@
 // How fast the core is with more threads than this machine has, by simulation: `make span`.
 //
 // Every call runs on one thread, but the core divides its work as for kMostThreads threads. The time of each task of
-// for_each_task() is measured, and the time between the parallel runs. For N threads, tasks are given in their order to the
-// thread that is free first, as the core gives them, and so are the tasks of tasks (see HelpedExecutor). The span of a call
-// is the sum of the serial times, of the simulated times of its runs, and of kWake for each run. Its work is the sum of all
-// times. The efficiency is work / (N * span).
+// for_each_task() is measured, and the time between the parallel runs. For N threads, tasks are given in their order to
+// the thread that is free first, as the core gives them, and so are the tasks of tasks (see HelpedExecutor). The span
+// of a call is the sum of the serial times, of the simulated times of its runs, and of kWake for each run. Its work is
+// the sum of all times. The efficiency is work / (N * span).
 //
 // The simulation has no limit of the memory: docs/performance.md has the results.
 
 #include "span.h"
 
+#include <time.h>
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cmath>
 #include <functional>
 #include <memory>
 #include <numeric>
 #include <queue>
 #include <random>
 #include <string>
-#include <time.h>
 #include <utility>
 #include <vector>
 
@@ -34,7 +34,8 @@ using namespace recstore;
 
 constexpr int kThreads[] = {2, 8, 16, 32, 64};
 constexpr int kMostThreads = 64;
-constexpr double kWake = 5e-6;  // seconds to wake the threads and to wait for the last one, with libgomp and spinning threads
+// Seconds to wake the threads and to wait for the last one, with libgomp and spinning threads.
+constexpr double kWake = 5e-6;
 constexpr double kJoin = 1e-6;  // seconds until a thread that spins helps another one
 constexpr int64_t kColumns = 64;
 constexpr int kSteps = 5;
@@ -57,7 +58,9 @@ struct Task {
 
   double work() const {
     double sum = rest;
-    for (const Segment& segment : segments) sum += std::accumulate(segment.tasks.begin(), segment.tasks.end(), segment.serial);
+    for (const Segment& segment : segments) {
+      sum += std::accumulate(segment.tasks.begin(), segment.tasks.end(), segment.serial);
+    }
     return sum;
   }
 };
@@ -237,8 +240,9 @@ recstore::MeasuredRun::~MeasuredRun() { recorder.run_ends(); }
 namespace {
 
 // The numbers of distinct ids of the 26 features of Criteo's Kaggle data set, as DLRM counts them.
-constexpr int64_t kIds[] = {1460,    583,   10131227, 2202608, 305, 24, 12517,   633, 3,      93145, 5683,   8351593, 3194,
-                            27,      14992, 5461306,  10,      5652, 2173, 4,    7046547, 18, 15,    286181, 105,     142572};
+constexpr int64_t kIds[] = {1460,  583,  10131227, 2202608, 305, 24,     12517,   633,   3,
+                            93145, 5683, 8351593,  3194,    27,  14992,  5461306, 10,    5652,
+                            2173,  4,    7046547,  18,      15,  286181, 105,     142572};
 
 struct Model {
   std::shared_ptr<Group> group;
@@ -298,8 +302,8 @@ void print(const char* part, int64_t bags, int64_t tables, std::vector<Times> ca
   for (const Run& run : t.runs) {
     for (const Task& task : run) longest = std::max(longest, task.work());
   }
-  std::printf("| %s | %lld | %lld | %.2f | %.1f %% | %zu | %.2f |", part, static_cast<long long>(bags), static_cast<long long>(tables), t.work() * 1e3,
-              100 * t.serial / t.work(), t.runs.size(), longest * 1e3);
+  std::printf("| %s | %lld | %lld | %.2f | %.1f %% | %zu | %.2f |", part, static_cast<long long>(bags),
+              static_cast<long long>(tables), t.work() * 1e3, 100 * t.serial / t.work(), t.runs.size(), longest * 1e3);
   for (const int threads : kThreads) std::printf(" %.2f |", t.work() / (threads * t.span(threads)));
   std::printf("\n");
   if (std::getenv("SPAN_RUNS") != nullptr) {
@@ -311,8 +315,9 @@ void print(const char* part, int64_t bags, int64_t tables, std::vector<Times> ca
         for (const Task::Segment& segment : task.segments) serial += segment.serial;
         sum += task.work(), most = std::max(most, task.work()), alone = std::max(alone, serial);
       }
-      std::printf("    run of %zu tasks: %.3f ms, the longest task %.3f ms, of which alone %.3f ms; with 64 threads %.3f ms\n", run.size(),
-                  sum * 1e3, most * 1e3, alone * 1e3, Simulation(run, 64).end() * 1e3);
+      std::printf(
+          "    run of %zu tasks: %.3f ms, the longest task %.3f ms, of which alone %.3f ms; with 64 threads %.3f ms\n",
+          run.size(), sum * 1e3, most * 1e3, alone * 1e3, Simulation(run, 64).end() * 1e3);
     }
   }
   std::fflush(stdout);
@@ -351,7 +356,8 @@ void steps(int64_t bags, int64_t tables) {
   for (int i = 0; i < 3; ++i) {
     const auto snapshot = open_snapshot(model.group->tables[0], std::nullopt, recorder);
     save.push_back(recorder.measured([&] {
-      snapshot->read(rows, ids.data(), {weights.data(), {}, state.data(), last_step.data(), frequency.data()}, false, recorder);
+      snapshot->read(rows, ids.data(), {weights.data(), {}, state.data(), last_step.data(), frequency.data()}, false,
+                     recorder);
     }));
   }
   print("save: the rows of a table", bags, tables, save);

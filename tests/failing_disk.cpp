@@ -18,12 +18,12 @@
 #include <cstdlib>
 #include <string>
 
-// The headers declare the names with and without 64 as the same function, with attributes that differ. So this file does
-// not include fcntl.h and sys/stat.h, and declares what it needs.
+// The headers declare the names with and without 64 as the same function, with attributes that differ. So this file
+// does not include fcntl.h and sys/stat.h, and declares what it needs.
 
 namespace {
 
-constexpr int kCreate = 0100;        // O_CREAT
+constexpr int kCreate = 0100;          // O_CREAT
 constexpr int kTemporary = 020000000;  // the bit of O_TMPFILE
 constexpr int kNoError = -1;           // kill instead
 
@@ -45,9 +45,7 @@ Function* next(const char* name) {
   return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
 }
 
-bool is_below(const char* path) {
-  return strncmp(path, plan.folder.c_str(), plan.folder.size()) == 0;
-}
+bool is_below(const char* path) { return strncmp(path, plan.folder.c_str(), plan.folder.size()) == 0; }
 
 bool is_of_folder(int file) {
   char link[64];
@@ -129,19 +127,19 @@ long disk_disarm() {
 
 long disk_calls() { return calls; }
 
-#define WRITE(name)                                                                      \
-  ssize_t name(int file, const void* data, size_t n) {                                   \
-    static auto* real = next<ssize_t(int, const void*, size_t)>(#name);                  \
+#define WRITE(name)                                                                         \
+  ssize_t name(int file, const void* data, size_t n) {                                      \
+    static auto* real = next<ssize_t(int, const void*, size_t)>(#name);                     \
     if (!goes_on(fate_of_file("write", file), [&] { real(file, data, n / 2); })) return -1; \
-    return real(file, data, n);                                                          \
+    return real(file, data, n);                                                             \
   }
 WRITE(write)
 
-#define PWRITE(name)                                                                                        \
-  ssize_t name(int file, const void* data, size_t n, off_t at) {                                            \
-    static auto* real = next<ssize_t(int, const void*, size_t, off_t)>(#name);                              \
-    if (!goes_on(fate_of_file("pwrite", file), [&] { real(file, data, pages_of(n, at), at); })) return -1;  \
-    return real(file, data, n, at);                                                                         \
+#define PWRITE(name)                                                                                       \
+  ssize_t name(int file, const void* data, size_t n, off_t at) {                                           \
+    static auto* real = next<ssize_t(int, const void*, size_t, off_t)>(#name);                             \
+    if (!goes_on(fate_of_file("pwrite", file), [&] { real(file, data, pages_of(n, at), at); })) return -1; \
+    return real(file, data, n, at);                                                                        \
   }
 PWRITE(pwrite)
 PWRITE(pwrite64)
@@ -152,9 +150,9 @@ ssize_t writev(int file, const iovec* parts, int n) {
   return real(file, parts, n);
 }
 
-#define PREAD(name)                                                        \
-  ssize_t name(int file, void* data, size_t n, off_t at) {                 \
-    static auto* real = next<ssize_t(int, void*, size_t, off_t)>(#name);   \
+#define PREAD(name)                                                             \
+  ssize_t name(int file, void* data, size_t n, off_t at) {                      \
+    static auto* real = next<ssize_t(int, void*, size_t, off_t)>(#name);        \
     return goes_on(fate_of_file("pread", file)) ? real(file, data, n, at) : -1; \
   }
 PREAD(pread)
@@ -165,42 +163,42 @@ ssize_t read(int file, void* data, size_t n) {
   return goes_on(fate_of_file("read", file)) ? real(file, data, n) : -1;
 }
 
-#define PREADV(name)                                                            \
-  ssize_t name(int file, const iovec* parts, int n, off_t at) {                 \
-    static auto* real = next<ssize_t(int, const iovec*, int, off_t)>(#name);    \
+#define PREADV(name)                                                              \
+  ssize_t name(int file, const iovec* parts, int n, off_t at) {                   \
+    static auto* real = next<ssize_t(int, const iovec*, int, off_t)>(#name);      \
     return goes_on(fate_of_file("preadv", file)) ? real(file, parts, n, at) : -1; \
   }
 PREADV(preadv)
 PREADV(preadv64)
 
-#define PREADV2(name)                                                                   \
-  ssize_t name(int file, const iovec* parts, int n, off_t at, int flags) {              \
-    static auto* real = next<ssize_t(int, const iovec*, int, off_t, int)>(#name);       \
+#define PREADV2(name)                                                                    \
+  ssize_t name(int file, const iovec* parts, int n, off_t at, int flags) {               \
+    static auto* real = next<ssize_t(int, const iovec*, int, off_t, int)>(#name);        \
     return goes_on(fate_of_file("preadv", file)) ? real(file, parts, n, at, flags) : -1; \
   }
 PREADV2(preadv2)
 PREADV2(preadv64v2)
 
-#define SYNC(name)                                                \
-  int name(int file) {                                            \
-    static auto* real = next<int(int)>(#name);                    \
+#define SYNC(name)                                                 \
+  int name(int file) {                                             \
+    static auto* real = next<int(int)>(#name);                     \
     return goes_on(fate_of_file("fsync", file)) ? real(file) : -1; \
   }
 SYNC(fsync)
 SYNC(fdatasync)
 
-#define TRUNCATE(name)                                                        \
-  int name(int file, off_t size) {                                            \
-    static auto* real = next<int(int, off_t)>(#name);                         \
-    return goes_on(fate_of_file("ftruncate", file)) ? real(file, size) : -1;  \
+#define TRUNCATE(name)                                                       \
+  int name(int file, off_t size) {                                           \
+    static auto* real = next<int(int, off_t)>(#name);                        \
+    return goes_on(fate_of_file("ftruncate", file)) ? real(file, size) : -1; \
   }
 TRUNCATE(ftruncate)
 TRUNCATE(ftruncate64)
 
-#define ALLOCATE(name)                                                                  \
-  int name(int file, int mode, off_t at, off_t n) {                                     \
-    static auto* real = next<int(int, int, off_t, off_t)>(#name);                       \
-    return goes_on(fate_of_file("fallocate", file)) ? real(file, mode, at, n) : -1;     \
+#define ALLOCATE(name)                                                              \
+  int name(int file, int mode, off_t at, off_t n) {                                 \
+    static auto* real = next<int(int, int, off_t, off_t)>(#name);                   \
+    return goes_on(fate_of_file("fallocate", file)) ? real(file, mode, at, n) : -1; \
   }
 ALLOCATE(fallocate)
 ALLOCATE(fallocate64)
@@ -220,18 +218,18 @@ int mkdir(const char* path, mode_t mode) noexcept {
   return goes_on(fate_of_path("mkdir", path)) ? real(path, mode) : -1;
 }
 
-#define OPEN(name)                                                                  \
-  int name(const char* path, int flags, ...) {                                      \
-    static auto* real = next<int(const char*, int, ...)>(#name);                    \
-    mode_t mode = 0;                                                                \
-    if ((flags & (kCreate | kTemporary)) != 0) {                                    \
-      va_list arguments;                                                            \
-      va_start(arguments, flags);                                                   \
-      mode = va_arg(arguments, mode_t);                                             \
-      va_end(arguments);                                                            \
-    }                                                                               \
-    const char* kind = (flags & kCreate) != 0 ? "create" : "open";                  \
-    return goes_on(fate_of_path(kind, path)) ? real(path, flags, mode) : -1;        \
+#define OPEN(name)                                                           \
+  int name(const char* path, int flags, ...) {                               \
+    static auto* real = next<int(const char*, int, ...)>(#name);             \
+    mode_t mode = 0;                                                         \
+    if ((flags & (kCreate | kTemporary)) != 0) {                             \
+      va_list arguments;                                                     \
+      va_start(arguments, flags);                                            \
+      mode = va_arg(arguments, mode_t);                                      \
+      va_end(arguments);                                                     \
+    }                                                                        \
+    const char* kind = (flags & kCreate) != 0 ? "create" : "open";           \
+    return goes_on(fate_of_path(kind, path)) ? real(path, flags, mode) : -1; \
   }
 OPEN(open)
 OPEN(open64)

@@ -3,8 +3,8 @@
 //   main HOST:PORT,... TABLE ID... [--token-file FILE] [--tls-ca FILE]
 //
 // A Python client has made the table: RecStoreClient(["HOST:PORT", ...]).init_data("TABLE", (1000, 8), torch.float32).
-// The program prints the rows of the ids, updates them with gradients of 1, and prints them again. Then it writes zeros to
-// the row of the first id. To build it, see build.sh. To use it in another project, copy this folder.
+// The program prints the rows of the ids, updates them with gradients of 1, and prints them again. Then it writes zeros
+// to the row of the first id. To build it, see build.sh. To use it in another project, copy this folder.
 #include <fstream>
 #include <iostream>
 #include <sstream>
@@ -38,7 +38,9 @@ void run(const std::vector<std::string>& arguments) {
       words.push_back(arguments[i]);
     }
   }
-  if (words.size() < 3) throw std::invalid_argument("usage: main HOST:PORT,... TABLE ID... [--token-file FILE] [--tls-ca FILE]");
+  if (words.size() < 3) {
+    throw std::invalid_argument("usage: main HOST:PORT,... TABLE ID... [--token-file FILE] [--tls-ca FILE]");
+  }
   std::vector<std::string> servers;
   std::istringstream list(words[0]);
   for (std::string address; std::getline(list, address, ',');) servers.push_back(address);

@@ -9,9 +9,9 @@
 // tensor that forward returns. A damaged model or delta is refused, and with --key one that is not signed with the key,
 // before anything is loaded from it. A signed model is loaded from memory, so its rows cannot be mapped.
 //
-// With --follow, the program serves what a DeltaPublisher publishes to the directory: it loads the newest full export and
-// applies the deltas after it as they appear. Each line of the standard input, "INPUTS.pt OUTPUT.pt", is a request. The
-// program answers it, prints the version that has answered, and ends with its input.
+// With --follow, the program serves what a DeltaPublisher publishes to the directory: it loads the newest full export
+// and applies the deltas after it as they appear. Each line of the standard input, "INPUTS.pt OUTPUT.pt", is a request.
+// The program answers it, prints the version that has answered, and ends with its input.
 //
 // A model with a hash index needs _serving.abi3.so of the package torchrec_recstore_serving. With the other index, rows
 // of other types than float32, and models with a KeyedJaggedTensor in them, need FBGEMM's ops. Give these libraries
@@ -78,9 +78,12 @@ class Key {
     const std::string sum = is_delta ? "\"recstore delta\":\"0001 " : "recstore " + kind + " 0001 ";
     // The digits of an export are its last bytes, and those of a delta are in its header.
     const std::string_view text(file.data(), file.size());
-    const size_t first = is_delta ? 8 : file.size() - std::min(file.size(), before.size() + kDigits + 1 + sum.size() + kSumDigits);
+    const size_t first =
+        is_delta ? 8 : file.size() - std::min(file.size(), before.size() + kDigits + 1 + sum.size() + kSumDigits);
     const size_t found = text.find(before, first), found_sum = text.find(sum, first);
-    if (found == text.npos || found_sum == text.npos || found + before.size() + kDigits > file.size()) throw std::runtime_error(name + " has no signature, and the key " + path_ + " is required");
+    if (found == text.npos || found_sum == text.npos || found + before.size() + kDigits > file.size()) {
+      throw std::runtime_error(name + " has no signature, and the key " + path_ + " is required");
+    }
     const size_t signature = found + before.size(), place = found_sum + sum.size();
     const size_t end = place + kSumDigits >= file.size() ? place : file.size();
     const std::string what = kind + " " + std::to_string(place) + " " + std::to_string(signature);
@@ -97,8 +100,8 @@ class Key {
     require(text.substr(signature, kDigits) == signed_digits(parts), name);
   }
 
-  // Throws if latest.json, or the record of a publication, is not signed with the key. The signature, its last field, is
-  // that of the text without it.
+  // Throws if latest.json, or the record of a publication, is not signed with the key. The signature, its last field,
+  // is that of the text without it.
   void check_record(std::string_view text, const std::string& name) const {
     constexpr std::string_view before = ", \"signature\": \"", what("record\0", 7);
     const size_t found = text.rfind(before), signature = found + before.size();
@@ -110,13 +113,19 @@ class Key {
   static constexpr size_t kDigits = 64, kSumDigits = 16;
 
   void require(bool is_signed, const std::string& name) const {
-    if (!is_signed) throw std::runtime_error(name + " is not signed with the key " + path_ + ": it was changed, or was written with another key");
+    if (!is_signed) {
+      throw std::runtime_error(name + " is not signed with the key " + path_ +
+                               ": it was changed, or was written with another key");
+    }
   }
 
   std::string signed_digits(const std::vector<std::string_view>& parts) const {
     void* context = function<void*()>("HMAC_CTX_new")();
-    function<int(void*, const char*, int, const void*, void*)>("HMAC_Init_ex")(context, secret_.data(), static_cast<int>(secret_.size()), function<const void*()>("EVP_sha256")(), nullptr);
-    for (const std::string_view part : parts) function<int(void*, const char*, size_t)>("HMAC_Update")(context, part.data(), part.size());
+    function<int(void*, const char*, int, const void*, void*)>("HMAC_Init_ex")(
+        context, secret_.data(), static_cast<int>(secret_.size()), function<const void*()>("EVP_sha256")(), nullptr);
+    for (const std::string_view part : parts) {
+      function<int(void*, const char*, size_t)>("HMAC_Update")(context, part.data(), part.size());
+    }
     unsigned char digest[32];
     function<int(void*, unsigned char*, unsigned*)>("HMAC_Final")(context, digest, nullptr);
     function<void(void*)>("HMAC_CTX_free")(context);
@@ -179,7 +188,8 @@ class Header {
     if (at_ >= text_.size() || text_[at_] != wanted) refuse();
     ++at_;
   }
-  // The character of an escape; at_ goes from its backslash to its end. The header is UTF-8: \u is for control characters.
+  // The character of an escape; at_ goes from its backslash to its end. The header is UTF-8: \u is for control
+  // characters.
   char escaped() {
     if (++at_ >= text_.size()) refuse();
     const std::string letters = "\"\\/bfnrt", meant = "\"\\/\b\f\n\r\t";
@@ -187,8 +197,8 @@ class Header {
     if (known != std::string::npos) return meant[known];
     int code = 0;
     const char* digits = text_.data() + at_ + 1;
-    if (text_[at_] != 'u' || text_.size() - at_ < 5 || std::from_chars(digits, digits + 4, code, 16).ptr != digits + 4 ||
-        code < 0 || code >= 0x80) {
+    if (text_[at_] != 'u' || text_.size() - at_ < 5 ||
+        std::from_chars(digits, digits + 4, code, 16).ptr != digits + 4 || code < 0 || code >= 0x80) {
       refuse();
     }
     at_ += 4;
@@ -202,12 +212,24 @@ class Header {
 
 at::ScalarType type_named(const std::string& name) {
   static const std::map<std::string, at::ScalarType> types = {
-      {"F64", at::kDouble},   {"F32", at::kFloat},   {"F16", at::kHalf},     {"BF16", at::kBFloat16},
-      {"I64", at::kLong},     {"I32", at::kInt},     {"I16", at::kShort},    {"I8", at::kChar},
-      {"U64", at::kUInt64},   {"U32", at::kUInt32},  {"U16", at::kUInt16},   {"U8", at::kByte},
-      {"BOOL", at::kBool},    {"C64", at::kComplexFloat},
-      {"F8_E4M3", at::kFloat8_e4m3fn}, {"F8_E5M2", at::kFloat8_e5m2},
-      {"F8_E4M3FNUZ", at::kFloat8_e4m3fnuz}, {"F8_E5M2FNUZ", at::kFloat8_e5m2fnuz},
+      {"F64", at::kDouble},
+      {"F32", at::kFloat},
+      {"F16", at::kHalf},
+      {"BF16", at::kBFloat16},
+      {"I64", at::kLong},
+      {"I32", at::kInt},
+      {"I16", at::kShort},
+      {"I8", at::kChar},
+      {"U64", at::kUInt64},
+      {"U32", at::kUInt32},
+      {"U16", at::kUInt16},
+      {"U8", at::kByte},
+      {"BOOL", at::kBool},
+      {"C64", at::kComplexFloat},
+      {"F8_E4M3", at::kFloat8_e4m3fn},
+      {"F8_E5M2", at::kFloat8_e5m2},
+      {"F8_E4M3FNUZ", at::kFloat8_e4m3fnuz},
+      {"F8_E5M2FNUZ", at::kFloat8_e5m2fnuz},
   };
   const auto found = types.find(name);
   if (found == types.end()) throw std::runtime_error("it has tensors of the unknown type " + name);
@@ -293,7 +315,8 @@ std::shared_ptr<torch::jit::Module> loaded(const std::string& path) {
 
 using Served = std::shared_ptr<torch::jit::Module>;
 
-// The model after a delta. Requests go on with the old model while the new one is made, and take the new one from then on.
+// The model after a delta. Requests go on with the old model while the new one is made, and take the new one from then
+// on.
 Served after_delta(const Served& served, const std::string& path) {
   auto fresh = std::make_shared<torch::jit::Module>(served->deepcopy());
   const bool changed = fresh->run_method("apply_delta", read_delta(path)).toBool();
@@ -317,7 +340,9 @@ void answer(const Model& model, const std::string& inputs_path, const std::strin
 }
 
 void answer(const Served& served, const std::string& inputs_path, const std::string& output_path) {
-  const Model model = [&](const std::vector<at::Tensor>& inputs) { return served->forward({inputs.begin(), inputs.end()}).toTensor(); };
+  const Model model = [&](const std::vector<at::Tensor>& inputs) {
+    return served->forward({inputs.begin(), inputs.end()}).toTensor();
+  };
   answer(model, inputs_path, output_path);
 }
 
@@ -354,9 +379,9 @@ void answer_by_package(const std::string& path, const std::string& inputs_path, 
   answer(model, inputs_path, output_path);
 }
 
-// A directory of publications: latest.json names the newest one, 000000000012.pt and 000000000012.safetensors are a full
-// export, a model without rows and the delta with all of them, and 000000000013.delta is the delta from publication 12 to
-// 13. Each file appears whole, and latest.json last.
+// A directory of publications: latest.json names the newest one, 000000000012.pt and 000000000012.safetensors are a
+// full export, a model without rows and the delta with all of them, and 000000000013.delta is the delta from
+// publication 12 to 13. Each file appears whole, and latest.json last.
 class Publications {
  public:
   explicit Publications(std::filesystem::path directory) : directory_(std::move(directory)) {}
@@ -425,7 +450,10 @@ class Follower {
         std::atomic_store(&served_, after_delta(served_, publications_.file(number_ + 1, ".delta")));
         ++number_;
       }
-      if (!broken_ && number_ == latest.number && version_of(served_) != latest.version) throw std::runtime_error("publication " + std::to_string(number_) + " is not the version that latest.json names");
+      if (!broken_ && number_ == latest.number && version_of(served_) != latest.version) {
+        throw std::runtime_error("publication " + std::to_string(number_) +
+                                 " is not the version that latest.json names");
+      }
     } catch (const std::exception& error) {  // the chain is broken, or the publisher has deleted a file meanwhile
       broken_ = true;
       full_ = latest.full;
@@ -470,9 +498,12 @@ int run(const std::vector<std::string>& arguments) {
   std::vector<std::string> files, deltas;
   std::string directory;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const bool library = arguments[i] == "--library", delta = arguments[i] == "--delta", follows = arguments[i] == "--follow";
+    const bool library = arguments[i] == "--library", delta = arguments[i] == "--delta",
+               follows = arguments[i] == "--follow";
     const bool key = arguments[i] == "--key";
-    if ((library || delta || follows || key) && i + 1 == arguments.size()) throw std::runtime_error(arguments[i] + " needs a file");
+    if ((library || delta || follows || key) && i + 1 == arguments.size()) {
+      throw std::runtime_error(arguments[i] + " needs a file");
+    }
     if (library) {
       if (dlopen(arguments[++i].c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) throw std::runtime_error(dlerror());
     } else if (key) {
@@ -486,10 +517,17 @@ int run(const std::vector<std::string>& arguments) {
     }
   }
   if (!directory.empty() && files.empty() && deltas.empty()) return follow(directory);
-  if (files.size() != 3 || !directory.empty()) throw std::runtime_error("usage: main MODEL.pt|MODEL.pt2 INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta FILE]... [--key FILE], or main --follow DIRECTORY");
+  if (files.size() != 3 || !directory.empty()) {
+    throw std::runtime_error(
+        "usage: main MODEL.pt|MODEL.pt2 INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta FILE]... [--key FILE], or "
+        "main --follow DIRECTORY");
+  }
   c10::InferenceMode inference;
   if (std::filesystem::path(files[0]).extension() == ".pt2") {
-    if (!deltas.empty()) throw std::runtime_error(files[0] + " takes no deltas: serve the file of export_for_inference, or make a new package");
+    if (!deltas.empty()) {
+      throw std::runtime_error(files[0] +
+                               " takes no deltas: serve the file of export_for_inference, or make a new package");
+    }
     answer_by_package(files[0], files[1], files[2]);
     return 0;
   }

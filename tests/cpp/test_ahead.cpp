@@ -1,5 +1,5 @@
-// Slots that a prefetch resolves ahead of the training lookup change no result. Random streams of calls run on two sides
-// with the same tables: on one side the lookups take the slots, on the other side they find all slots themselves.
+// Slots that a prefetch resolves ahead of the training lookup change no result. Random streams of calls run on two
+// sides with the same tables: on one side the lookups take the slots, on the other side they find all slots themselves.
 
 #include <algorithm>
 #include <array>
@@ -12,13 +12,13 @@
 #include <utility>
 #include <vector>
 
-#include "cold/cold_rows.h"
 #include "base/error.h"
+#include "cold/cold_rows.h"
 #include "lookup/find.h"
 #include "lookup/pass.h"
 #include "lookup/prefetch.h"
-#include "testing.h"
 #include "rows/transfer.h"
+#include "testing.h"
 
 using namespace recstore;
 
@@ -96,7 +96,9 @@ std::shared_ptr<Data> random_data(Random& random, int64_t ids) {
     data->counts.push_back(0);
     for (int64_t bag = 0; bag < kBags; ++bag) {
       const auto length = static_cast<int64_t>(random() % 8);
-      for (int64_t i = 0; i < length; ++i) data->ids.push_back(static_cast<int64_t>(random() % static_cast<uint64_t>(ids)));
+      for (int64_t i = 0; i < length; ++i) {
+        data->ids.push_back(static_cast<int64_t>(random() % static_cast<uint64_t>(ids)));
+      }
       data->counts.back() += length;
       data->offsets.push_back(static_cast<int64_t>(data->ids.size()));
     }
@@ -151,7 +153,9 @@ void a_random_stream(uint64_t seed, const std::vector<Bounds>& bounds, bool twin
         const size_t chosen = choice < 11 ? 0 : random() % prefetched.size();
         data = prefetched[chosen];
         prefetched.erase(prefetched.begin() + static_cast<int64_t>(chosen));
-        if (choice == 11 && !data->ids.empty()) data->ids[random() % data->ids.size()] = static_cast<int64_t>(random() % kIds);
+        if (choice == 11 && !data->ids.empty()) {
+          data->ids[random() % data->ids.size()] = static_cast<int64_t>(random() % kIds);
+        }
       }
       forward(sides, data);
     } else if (choice < 16) {
@@ -170,7 +174,9 @@ void a_random_stream(uint64_t seed, const std::vector<Bounds>& bounds, bool twin
     } else if (choice == 17) {
       const std::vector<int64_t> ids{static_cast<int64_t>(random() % kIds)};
       const std::vector<float> weights(kColumns, static_cast<float>(random() % 100));
-      on_both(sides, [&](Side& side) { write_weights(*LockedTable(side.tables[t]), ids.data(), 1, weights.data(), side.threads); });
+      on_both(sides, [&](Side& side) {
+        write_weights(*LockedTable(side.tables[t]), ids.data(), 1, weights.data(), side.threads);
+      });
     } else if (choice == 18) {
       // Rows below many others move to their slots when the others have left.
       if (bounds[t].limit_new_rows()) continue;
@@ -233,7 +239,10 @@ struct Small {
     batch.n_ids = batch.bags = static_cast<int64_t>(ids.size());
     return batch;
   }
-  void prefetch() { recstore::prefetch(*group, ids.data(), static_cast<int64_t>(ids.size()), {static_cast<int64_t>(ids.size())}, executor); }
+  void prefetch() {
+    recstore::prefetch(*group, ids.data(), static_cast<int64_t>(ids.size()), {static_cast<int64_t>(ids.size())},
+                       executor);
+  }
   std::vector<float> looked_up() {
     begun(group, batch(), out.data(), executor);
     return out;
@@ -253,7 +262,8 @@ void a_lookup_takes_the_slots() {
   small.prefetch();
   small.exchange_slots();
   const std::vector<float> exchanged = small.looked_up();
-  CHECK(std::equal(rows.begin(), rows.begin() + 16, exchanged.begin() + 16) && std::equal(rows.begin() + 16, rows.begin() + 32, exchanged.begin()));
+  CHECK(std::equal(rows.begin(), rows.begin() + 16, exchanged.begin() + 16) &&
+        std::equal(rows.begin() + 16, rows.begin() + 32, exchanged.begin()));
   CHECK(std::equal(rows.begin() + 32, rows.end(), exchanged.begin() + 32));
   CHECK(small.looked_up() == rows);  // slots are taken once
 }
@@ -326,7 +336,7 @@ void few_batches_wait() {
   };
   for (int64_t first = 10; first < 15; ++first) ahead(first);
   CHECK(!waits(10) && waits(12) && !waits(11) && waits(13));  // the newest four; a batch that is used drops older ones
-  CHECK(!waits(99) && waits(14));  // three lookups have used other batches
+  CHECK(!waits(99) && waits(14));                             // three lookups have used other batches
   ahead(15);
   for (int i = 0; i < 4; ++i) CHECK(!waits(99));
   CHECK(!waits(15));

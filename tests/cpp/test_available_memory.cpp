@@ -25,7 +25,9 @@ class Root {
   ~Root() { CHECK(std::system(("rm -r " + std::string(path_)).c_str()) == 0); }
 
   void write(const std::string& file, const std::string& text) const {
-    for (size_t at = 1; (at = file.find('/', at)) != std::string::npos; ++at) mkdir((path_ + file.substr(0, at)).c_str(), 0700);
+    for (size_t at = 1; (at = file.find('/', at)) != std::string::npos; ++at) {
+      mkdir((path_ + file.substr(0, at)).c_str(), 0700);
+    }
     std::ofstream(path_ + file) << text;
   }
 
@@ -75,7 +77,8 @@ void test_version_1() {
   CHECK(root.available() == 800 * 1024);
   root.write("/sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes", "200000\n");
   root.write("/sys/fs/cgroup/memory/slurm/job_7/memory.usage_in_bytes", "150000\n");
-  root.write("/sys/fs/cgroup/memory/slurm/job_7/memory.stat", "inactive_file 1\ntotal_inactive_file 10000\ntotal_active_file 5000\n");
+  root.write("/sys/fs/cgroup/memory/slurm/job_7/memory.stat",
+             "inactive_file 1\ntotal_inactive_file 10000\ntotal_active_file 5000\n");
   CHECK(root.available() == 65000);
 }
 

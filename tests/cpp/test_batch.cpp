@@ -117,7 +117,9 @@ void one_table_makes_a_group() {
   const auto table = make_table("one", 3);
   const auto group = one_table_group(table);
   CHECK(group->tables.front() == table && group->features() == 1 && group->columns() == 3 && !group->mean);
-  { const auto locks = group->lock(); }
+  {
+    const auto locks = group->lock();
+  }
   LockedTable(table)->close();
   CHECK_THROWS(group->lock(), InvalidArgument);
   CHECK_THROWS(LockedTable{table}, InvalidArgument);
@@ -134,12 +136,17 @@ void counts_divide_the_ids() {
   CHECK(parts[1].batch.ids == ids.data() + 2 && parts[1].batch.n_ids == 3);
   CHECK(parts[2].batch.ids == ids.data() + 5 && parts[2].batch.n_ids == 0);
   constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
-  for (const std::vector<int64_t>& counts :
-       {std::vector<int64_t>{2, 3}, {2, 3, 0, 0}, {2, 2, 0}, {2, 3, 1}, {6, -1, 0}, {-1, 6, 0}, {kLargest, kLargest, 7}}) {
+  for (const std::vector<int64_t>& counts : {std::vector<int64_t>{2, 3},
+                                             {2, 3, 0, 0},
+                                             {2, 2, 0},
+                                             {2, 3, 1},
+                                             {6, -1, 0},
+                                             {-1, 6, 0},
+                                             {kLargest, kLargest, 7}}) {
     CHECK_THROWS(divide_ids(parts, ids.data(), 5, counts), InvalidArgument);
   }
-  const auto two = std::make_shared<const Group>(std::vector<std::shared_ptr<Table>>{make_table("t", 4)}, std::vector<Routing>(1),
-                                                 std::vector<int64_t>{0, 0}, false);
+  const auto two = std::make_shared<const Group>(std::vector<std::shared_ptr<Table>>{make_table("t", 4)},
+                                                 std::vector<Routing>(1), std::vector<int64_t>{0, 0}, false);
   parts[1].group = two;
   CHECK_THROWS(divide_ids(parts, ids.data(), 5, {2, 3, 0}), InvalidArgument);
 }

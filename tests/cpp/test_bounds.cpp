@@ -16,15 +16,15 @@
 #include <utility>
 #include <vector>
 
-#include "cold/cold_rows.h"
-#include "snapshot/departures.h"
 #include "base/error.h"
-#include "bounds/eviction.h"
-#include "lookup/find.h"
 #include "base/mix.h"
-#include "lookup/pass.h"
+#include "bounds/eviction.h"
 #include "bounds/row_uses.h"
 #include "bounds/scores.h"
+#include "cold/cold_rows.h"
+#include "lookup/find.h"
+#include "lookup/pass.h"
+#include "snapshot/departures.h"
 #include "snapshot/snapshot.h"
 #include "testing.h"
 
@@ -46,7 +46,6 @@ std::shared_ptr<Table> make_table(const Bounds& bounds, OptimizerKind kind = Opt
   config.bounds = bounds;
   return std::make_shared<Table>(config);
 }
-
 
 std::vector<int64_t> draw(std::mt19937_64& random, size_t n, uint64_t spread) {
   std::vector<int64_t> ids(n);
@@ -112,7 +111,8 @@ void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
       std::vector<Slot> slots(50);
       const auto locks = group->lock();
       try {
-        find_or_insert(*table, ids.data(), 50, slots.data(), executor, random() % 2 == 0 ? Arrival::kUpdate : Arrival::kWrite);
+        find_or_insert(*table, ids.data(), 50, slots.data(), executor,
+                       random() % 2 == 0 ? Arrival::kUpdate : Arrival::kWrite);
       } catch (const InvalidArgument&) {
         ++full;
       }
@@ -126,8 +126,10 @@ void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
       } else {
         const int64_t n = snapshot->rows_left();
         std::vector<int64_t> ids(static_cast<size_t>(n)), last_step(ids.size()), frequency(ids.size());
-        std::vector<float> weights(ids.size() * kColumns), first(weights.size()), second(weights.size()), state(ids.size());
-        const RowImages images{weights.data(), {first.data(), second.data()}, state.data(), last_step.data(), frequency.data()};
+        std::vector<float> weights(ids.size() * kColumns), first(weights.size()), second(weights.size()),
+            state(ids.size());
+        const RowImages images{
+            weights.data(), {first.data(), second.data()}, state.data(), last_step.data(), frequency.data()};
         if (random() % 3 != 0) snapshot->read(n, ids.data(), images, false, executor);
         CHECK(random() % 3 == 0 || std::is_sorted(ids.begin(), ids.end()));
         snapshot.reset();
@@ -162,7 +164,8 @@ class Counting final : public Executor {
 
 void the_search_for_the_least_rows_is_spread_over_the_steps() {
   constexpr int64_t kRows = 400'000, kNew = 500, kSteps = 120;
-  for (const auto& [half_life, frequency] : std::vector<std::pair<int64_t, uint32_t>>{{0, 0}, {50, 0}, {20, 0}, {20, 1 << 20}}) {
+  for (const auto& [half_life, frequency] :
+       std::vector<std::pair<int64_t, uint32_t>>{{0, 0}, {50, 0}, {20, 0}, {20, 1 << 20}}) {
     Bounds bounds;
     bounds.max_rows = kRows;
     bounds.eviction = Eviction::kLeastFrequent;
@@ -215,7 +218,8 @@ void encoded_scores_ascend() {
   CHECK(encoded_score(-0.0f) == encoded_score(0.0f));
   CHECK(encoded_score(-kLargest) == kLeastScore && encoded_score(kLargest) == kLargestScore);
   CHECK(encoded_score(std::numeric_limits<float>::infinity()) > kLargestScore);
-  CHECK(score_rank({0, 0}, 7) == 7 && score_rank({0, kLeastScore - 1}, 7) == 7 && score_rank({0, kLeastScore}, 7) == kLeastScore);
+  CHECK(score_rank({0, 0}, 7) == 7 && score_rank({0, kLeastScore - 1}, 7) == 7 &&
+        score_rank({0, kLeastScore}, 7) == kLeastScore);
 }
 
 // A table of which the test knows the scores and last steps, and so which rows are the least.
@@ -243,14 +247,17 @@ struct ScoredTable {
       row->second.first = scores[i];
       scored.insert(ids[i]);
     }
-    CHECK(set_scores(*table, ids.data(), static_cast<int64_t>(ids.size()), scores.data(), executor) == static_cast<int64_t>(scored.size()));
+    CHECK(set_scores(*table, ids.data(), static_cast<int64_t>(ids.size()), scores.data(), executor) ==
+          static_cast<int64_t>(scored.size()));
   }
   std::set<int64_t> least(size_t count) const {
     std::vector<std::tuple<float, uint32_t, uint64_t>> ranks;
     for (const auto& [id, row] : rows) ranks.emplace_back(row.first, row.second, mix(static_cast<uint64_t>(id)));
     std::sort(ranks.begin(), ranks.end());
     std::set<int64_t> ids;
-    for (size_t i = 0; i < std::min(count, ranks.size()); ++i) ids.insert(static_cast<int64_t>(unmix(std::get<2>(ranks[i]))));
+    for (size_t i = 0; i < std::min(count, ranks.size()); ++i) {
+      ids.insert(static_cast<int64_t>(unmix(std::get<2>(ranks[i]))));
+    }
     return ids;
   }
   void remove(const std::set<int64_t>& ids) {
@@ -305,7 +312,8 @@ void the_lowest_scores_leave() {
       }
       const size_t count = random() % (step % 30 == 29 ? 1500 : 100);
       const SlotSet kept(scored.table->rows().slots());
-      const std::set<int64_t> leaving = ids_of(scored.table->evictions().next(*scored.table, kept, static_cast<int64_t>(count), scored.executor));
+      const std::set<int64_t> leaving =
+          ids_of(scored.table->evictions().next(*scored.table, kept, static_cast<int64_t>(count), scored.executor));
       CHECK(leaving == scored.least(count));
       CHECK(leaving == ids_of(least_rows(*scored.table, kept, static_cast<int64_t>(count), scored.executor)));
       if (random() % 4 != 0) {  // else they are offered again
@@ -407,7 +415,9 @@ void occurrences_are_counted() {
     const int64_t id = expected.begin()->first;
     table->rows().meta(slot_of(*table, id)).frequency = UINT32_MAX - 1;
     table->rows().meta(slot_of(*table, id)).last_step = 12;
-    { Step looked_up(group, {id, id, id}, executor); }
+    {
+      Step looked_up(group, {id, id, id}, executor);
+    }
     CHECK(table->rows().meta(slot_of(*table, id)).frequency == UINT32_MAX);
   }
 }
@@ -508,7 +518,9 @@ struct Entries {
   explicit Entries(const Sightings& sightings) : ids(sightings.size()), counts(ids.size()), generations(ids.size()) {
     sightings.read(ids.data(), counts.data(), generations.data());
   }
-  void write_to(Sightings& sightings) const { sightings.write(ids.data(), counts.data(), generations.data(), static_cast<int64_t>(ids.size())); }
+  void write_to(Sightings& sightings) const {
+    sightings.write(ids.data(), counts.data(), generations.data(), static_cast<int64_t>(ids.size()));
+  }
   void add(const Entries& other) {
     ids.insert(ids.end(), other.ids.begin(), other.ids.end());
     counts.insert(counts.end(), other.counts.begin(), other.counts.end());
@@ -527,7 +539,8 @@ void sightings_are_exact() {
     const auto id = static_cast<int64_t>(random() % 400) - 200;
     const auto present = seen.find(id);
     const auto old = former.find(id);
-    CHECK(sightings.count(id) == std::min<int64_t>(255, (present == seen.end() ? 0 : present->second) + (old == former.end() ? 0 : old->second)));
+    CHECK(sightings.count(id) == std::min<int64_t>(255, (present == seen.end() ? 0 : present->second) +
+                                                            (old == former.end() ? 0 : old->second)));
     if (present == seen.end() && static_cast<int64_t>(seen.size()) == sightings.most()) {
       former = std::move(seen);
       seen.clear();
@@ -544,8 +557,8 @@ void sightings_are_exact() {
   CHECK(sightings.count(7) == 255);
 }
 
-// Ids that are counted together have the counts of ids that are counted one by one, and their places do not depend on the
-// threads. Some do not fit into their part, and in the last rounds a generation ends.
+// Ids that are counted together have the counts of ids that are counted one by one, and their places do not depend on
+// the threads. Some do not fit into their part, and in the last rounds a generation ends.
 void sightings_of_many_ids_are_exact() {
   Sightings single(1 << 17);
   std::vector<std::unique_ptr<Sightings>> together;
@@ -564,7 +577,8 @@ void sightings_of_many_ids_are_exact() {
       std::vector<int64_t> sorted = together[i]->by_part(ids);
       CHECK(std::multiset<int64_t>(sorted.begin(), sorted.end()) == std::multiset<int64_t>(ids.begin(), ids.end()));
       together[i]->add(sorted, *executors[i]);
-      CHECK(Entries(*together[i]).ids == Entries(*together[0]).ids && Entries(*together[i]).counts == Entries(*together[0]).counts);
+      CHECK(Entries(*together[i]).ids == Entries(*together[0]).ids &&
+            Entries(*together[i]).counts == Entries(*together[0]).counts);
     }
     const bool ended = single.size() > single.most();  // other ids may then be in the older generation
     CHECK(ended || together[1]->size() == single.size());

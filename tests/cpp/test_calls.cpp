@@ -8,14 +8,14 @@
 #include <set>
 #include <vector>
 
-#include "cold/cold_rows.h"
 #include "base/error.h"
+#include "cold/cold_rows.h"
 #include "lookup/find.h"
 #include "lookup/pass.h"
 #include "lookup/prefetch.h"
+#include "rows/transfer.h"
 #include "snapshot/snapshot.h"
 #include "testing.h"
-#include "rows/transfer.h"
 
 using namespace recstore;
 
@@ -80,12 +80,14 @@ void an_update_by_id_is_that_of_a_pass() {
   std::vector<float> out(grad.size());
   for (int round = 0; round < 3; ++round) {
     update_rows(*one_table_group(updated), batch_of(ids), grad.data(), 0.1f, executor);
-    begun(one_table_group(trained), batch_of(ids), out.data(), executor)->backward(grad.data(), {0.1f}, nullptr, executor);
+    begun(one_table_group(trained), batch_of(ids), out.data(), executor)
+        ->backward(grad.data(), {0.1f}, nullptr, executor);
   }
   CHECK(read_weights(updated, ids) == read_weights(trained, ids));
   CHECK(read_weights(updated, ids) != initial_weights(ids));
   const Counters& counters = updated->counters();
-  CHECK(updated->size() == 3 && counters.inserts == 3 && counters.updates == 9 && counters.steps == 0 && counters.misses == 0);
+  CHECK(updated->size() == 3 && counters.inserts == 3 && counters.updates == 9 && counters.steps == 0 &&
+        counters.misses == 0);
   CHECK(updated->optimizer_steps() == 3);
 }
 
@@ -158,9 +160,11 @@ void passes_that_share_a_table_are_refused() {
   const auto table = make_table(), other = make_table();
   const std::vector<int64_t> ids{1, 2};
   std::vector<float> out(6);
-  Pass first(one_table_group(table), batch_of(ids), nullptr, executor), second(one_table_group(table), batch_of(ids), nullptr, executor);
+  Pass first(one_table_group(table), batch_of(ids), nullptr, executor),
+      second(one_table_group(table), batch_of(ids), nullptr, executor);
   Pass third(one_table_group(other), batch_of(ids), nullptr, executor);
-  CHECK_THROWS(Pass::begin({{&first, out.data()}, {&third, out.data()}, {&second, out.data()}}, executor), InvalidArgument);
+  CHECK_THROWS(Pass::begin({{&first, out.data()}, {&third, out.data()}, {&second, out.data()}}, executor),
+               InvalidArgument);
   CHECK(table->size() == 0 && other->size() == 0 && table->clock() == 0);
   Pass::begin({{&first, out.data()}, {&third, out.data()}}, executor);
   CHECK(table->size() == 2 && other->size() == 2);
@@ -223,12 +227,18 @@ void ids_that_left_are_listed_since_a_mark() {
 
 void bounds_are_checked() {
   const Bounds bounds = Bounds::of({100, 2, 30, 40, 0, 0, 5, 64, 1});
-  CHECK(bounds.max_rows == 100 && bounds.eviction == Eviction::kLeastFrequent && bounds.half_life == 30 && bounds.expiry == 40);
+  CHECK(bounds.max_rows == 100 && bounds.eviction == Eviction::kLeastFrequent && bounds.half_life == 30 &&
+        bounds.expiry == 40);
   CHECK(bounds.min_frequency == 5 && bounds.counter_bytes == 64 && bounds.cold_store);
-  for (const std::vector<int64_t>& numbers :
-       {std::vector<int64_t>{0, 0, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, {-1, 0, 0, 0, 0, 0, 0, 0, 0}, {0, 5, 0, 0, 0, 0, 0, 0, 0},
-        {0, 0, int64_t{1} << 32, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 2, 8, 0}, {0, 0, 0, 0, 0, 0, 2, 48, 0}, {0, 0, 0, 5, 5, 5, 0, 0, 0},
-        {0, 0, 0, 0, 5, 0, 0, 0, 0}}) {
+  for (const std::vector<int64_t>& numbers : {std::vector<int64_t>{0, 0, 0, 0, 0, 0, 0, 0},
+                                              {0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+                                              {-1, 0, 0, 0, 0, 0, 0, 0, 0},
+                                              {0, 5, 0, 0, 0, 0, 0, 0, 0},
+                                              {0, 0, int64_t{1} << 32, 0, 0, 0, 0, 0, 0},
+                                              {0, 0, 0, 0, 0, 0, 2, 8, 0},
+                                              {0, 0, 0, 0, 0, 0, 2, 48, 0},
+                                              {0, 0, 0, 5, 5, 5, 0, 0, 0},
+                                              {0, 0, 0, 0, 5, 0, 0, 0, 0}}) {
     CHECK_THROWS(Bounds::of(numbers), InvalidArgument);
   }
   CHECK(Bounds::of({0, 0, 0, 0, 0, 0, 1, 0, 0}).min_frequency == 1);  // admits every id, so that nothing is counted
@@ -250,7 +260,8 @@ void a_polite_reader_uses_no_other_thread() {
   std::vector<int64_t> ids(3000), last_step(3000), frequency(3000);
   std::vector<float> weights(9000), sum(9000), state(3000);
   NoThreads none;
-  snapshot->read(3000, ids.data(), {weights.data(), {sum.data()}, state.data(), last_step.data(), frequency.data()}, true, none);
+  snapshot->read(3000, ids.data(), {weights.data(), {sum.data()}, state.data(), last_step.data(), frequency.data()},
+                 true, none);
   CHECK(ids == all && weights == initial_weights(all) && snapshot->rows_left() == 0);
 }
 

@@ -16,15 +16,15 @@
 #include <utility>
 #include <vector>
 
-#include "cold/cold_rows.h"
 #include "base/error.h"
+#include "bounds/scores.h"
+#include "cold/cold_rows.h"
 #include "lookup/find.h"
 #include "lookup/pass.h"
 #include "lookup/prefetch.h"
-#include "bounds/scores.h"
+#include "rows/transfer.h"
 #include "snapshot/snapshot.h"
 #include "testing.h"
-#include "rows/transfer.h"
 
 namespace faults {
 
@@ -44,7 +44,9 @@ NOT_INLINED void* operator new(std::size_t size) {
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-void* operator new(std::size_t size, const std::nothrow_t&) noexcept { return faults::fails() ? nullptr : std::malloc(size == 0 ? 1 : size); }
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+  return faults::fails() ? nullptr : std::malloc(size == 0 ? 1 : size);
+}
 NOT_INLINED void operator delete(void* memory) noexcept { std::free(memory); }
 NOT_INLINED void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
@@ -62,7 +64,9 @@ void* __wrap_mremap(void* from, size_t old_bytes, size_t bytes, int flags, ...) 
   va_end(arguments);
   return faults::fails() ? MAP_FAILED : __real_mremap(from, old_bytes, bytes, flags, to);
 }
-void* __wrap_aligned_alloc(size_t alignment, size_t bytes) { return faults::fails() ? nullptr : __real_aligned_alloc(alignment, bytes); }
+void* __wrap_aligned_alloc(size_t alignment, size_t bytes) {
+  return faults::fails() ? nullptr : __real_aligned_alloc(alignment, bytes);
+}
 }
 
 using namespace recstore;
@@ -83,11 +87,14 @@ class Workers final : public Executor {
       void* context;
       bool counted;
     } shared{body, context, std::exchange(faults::counting, false)};
-    threads_.run(workers, [](void* of) {
-      const Shared& own = *static_cast<Shared*>(of);
-      faults::counting = own.counted;
-      own.body(own.context);
-    }, &shared);
+    threads_.run(
+        workers,
+        [](void* of) {
+          const Shared& own = *static_cast<Shared*>(of);
+          faults::counting = own.counted;
+          own.body(own.context);
+        },
+        &shared);
     faults::counting = shared.counted;
   }
 
@@ -105,8 +112,8 @@ struct Tables {
 
 struct Kind {
   std::string name;
-  Bounds first;   // bounds of the first table; the second table has none, and the third is full
-  bool snapshot;  // whether each table has a snapshot
+  Bounds first;             // bounds of the first table; the second table has none, and the third is full
+  bool snapshot;            // whether each table has a snapshot
   bool departures = false;  // whether the first table records which ids leave it
 };
 
@@ -152,10 +159,12 @@ Tables make_tables(const Kind& kind) {
   full.eviction = Eviction::kLeastFrequent;
   tables.all = {make_table(kind.first, "first"), make_table({}, "second"), make_table(full, "full")};
   if (kind.departures) tables.all[0]->record_departures(50);
-  tables.group = std::make_shared<const Group>(tables.all, std::vector<Routing>(3), std::vector<int64_t>{0, 1, 2}, false);
+  tables.group =
+      std::make_shared<const Group>(tables.all, std::vector<Routing>(3), std::vector<int64_t>{0, 1, 2}, false);
   for (int64_t step = 0; step < 5; ++step) {
     const Data data(3, 40, 40 * step);
-    begun(tables.group, data.batch, tables.out.data(), executor)->backward(data.grad.data(), {0.1f, 0.2f, 0.3f}, nullptr, executor);
+    begun(tables.group, data.batch, tables.out.data(), executor)
+        ->backward(data.grad.data(), {0.1f, 0.2f, 0.3f}, nullptr, executor);
   }
   if (kind.snapshot) {
     for (const auto& table : tables.all) {
@@ -214,7 +223,8 @@ using Call = std::function<void(Tables&, Executor&)>;
 int64_t calls_that_failed = 0;
 
 // before: runs before the call and does not fail.
-void every_allocation_fails_once(const Kind& kind, const std::string& name, int threads, const Call& before, const Call& call) {
+void every_allocation_fails_once(const Kind& kind, const std::string& name, int threads, const Call& before,
+                                 const Call& call) {
   Workers workers(threads);
   Tables untouched = make_tables(kind);
   if (before) before(untouched, workers);
@@ -240,15 +250,16 @@ void every_allocation_fails_once(const Kind& kind, const std::string& name, int 
     if (failed) {
       ++calls_that_failed;
       if (state_of(tables) != before_call) {
-        std::fprintf(stderr, "%s, %s, %d threads: allocation %lld changes the tables\n", kind.name.c_str(), name.c_str(), threads, static_cast<long long>(failing));
+        std::fprintf(stderr, "%s, %s, %d threads: allocation %lld changes the tables\n", kind.name.c_str(),
+                     name.c_str(), threads, static_cast<long long>(failing));
         std::abort();
       }
       call(tables, workers);
     }
     tables.passes.clear();
     if (state_of(tables) != expected) {
-      std::fprintf(stderr, "%s, %s, %d threads: another result after allocation %lld, which %s\n", kind.name.c_str(), name.c_str(), threads,
-                   static_cast<long long>(failing), failed ? "failed" : "did not fail the call");
+      std::fprintf(stderr, "%s, %s, %d threads: another result after allocation %lld, which %s\n", kind.name.c_str(),
+                   name.c_str(), threads, static_cast<long long>(failing), failed ? "failed" : "did not fail the call");
       std::abort();
     }
     if (faults::count <= failing) break;
@@ -266,7 +277,9 @@ void forward(Tables& tables, Executor& executor) {
   tables.passes.push_back(std::move(pass));
   faults::counting = counted;
 }
-void backward(Tables& tables, Executor& executor) { tables.passes.back()->backward(new_ids().grad.data(), {0.1f, 0.2f, 0.3f}, nullptr, executor); }
+void backward(Tables& tables, Executor& executor) {
+  tables.passes.back()->backward(new_ids().grad.data(), {0.1f, 0.2f, 0.3f}, nullptr, executor);
+}
 void accumulated(Tables& tables, Executor& executor) {
   accumulated_backward(tables.passes, {new_ids().grad.data(), new_ids().grad.data()}, {0.1f, 0.2f, 0.3f}, executor);
 }
@@ -279,7 +292,8 @@ std::vector<std::shared_ptr<Pass>> begun_passes(Tables& tables, Executor& execut
   std::vector<std::shared_ptr<Pass>> passes;
   std::vector<Pass::Start> starts;
   for (size_t t = 0; t < tables.all.size(); ++t) {
-    passes.push_back(std::make_shared<Pass>(one_table_group(tables.all[t]), ids_of_one_table().batch, nullptr, executor));
+    passes.push_back(
+        std::make_shared<Pass>(one_table_group(tables.all[t]), ids_of_one_table().batch, nullptr, executor));
     starts.push_back({passes.back().get(), tables.out.data() + t * 40 * kColumns});
   }
   Pass::begin(starts, executor);
@@ -328,7 +342,9 @@ Call import(size_t of) {
       const Data data(1, 40, 777);
       const std::vector<float> values(40 * kColumns, 0.5f), state(40, 0.0f);
       const std::vector<int64_t> numbers(40, 3);
-      write_rows(*table, data.ids.data(), 40, {values.data(), {values.data(), values.data()}, state.data(), numbers.data(), numbers.data()}, executor);
+      write_rows(*table, data.ids.data(), 40,
+                 {values.data(), {values.data(), values.data()}, state.data(), numbers.data(), numbers.data()},
+                 executor);
     });
   };
 }
@@ -400,11 +416,14 @@ int main() {
   admitting.counter_bytes = 1 << 12;
   Bounds expiring;
   expiring.expiry = 2;
-  const std::vector<Kind> kinds{{"bounded", bounded, false}, {"admitting", admitting, false}, {"expiring", expiring, true}};
+  const std::vector<Kind> kinds{
+      {"bounded", bounded, false}, {"admitting", admitting, false}, {"expiring", expiring, true}};
   for (const Kind& kind : kinds) {
     for (const int threads : {1, 3}) {
       if (threads > 1 && kind.name != "bounded") continue;
-      const auto test = [&](const char* name, const Call& before, const Call& call) { every_allocation_fails_once(kind, name, threads, before, call); };
+      const auto test = [&](const char* name, const Call& before, const Call& call) {
+        every_allocation_fails_once(kind, name, threads, before, call);
+      };
       test("forward", nullptr, forward);
       test("several passes", nullptr, several_passes);
       test("the end of several passes", keep_passes, end_passes);
@@ -413,10 +432,13 @@ int main() {
       test("backward", forward, backward);
       test("drop", forward, drop);
       if (threads > 1) continue;
-      test("accumulated backward", [](Tables& tables, Executor& executor) {
-        forward(tables, executor);
-        forward(tables, executor);
-      }, accumulated);
+      test(
+          "accumulated backward",
+          [](Tables& tables, Executor& executor) {
+            forward(tables, executor);
+            forward(tables, executor);
+          },
+          accumulated);
       for (const size_t of : {0, 1, 2}) {
         if (of > 0 && kind.name != "bounded") continue;
         test("update", nullptr, update(of));

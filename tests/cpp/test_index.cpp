@@ -156,8 +156,8 @@ double lines_of_a_miss(const Index& index) {
   return lines / kSearches;
 }
 
-// Old ids leave and as many new ones come, as in a table that evicts. Searches stay as short as in an index that was only
-// filled, also while the index grows.
+// Old ids leave and as many new ones come, as in a table that evicts. Searches stay as short as in an index that was
+// only filled, also while the index grows.
 void searches_stay_short(int64_t count) {
   Index index(13);
   std::deque<int64_t> ids;
@@ -305,7 +305,9 @@ void parts_do_not_share_lines() {
 void crafted_ids() {
   constexpr uint64_t kKnown = 0x1234567890abcdefu;
   std::vector<int64_t> ids;
-  for (uint64_t i = 0; i < 20000; ++i) ids.push_back(static_cast<int64_t>(recstore::unmix((uint64_t{0xFFFFFFFF} << 32) + i) ^ kKnown));
+  for (uint64_t i = 0; i < 20000; ++i) {
+    ids.push_back(static_cast<int64_t>(recstore::unmix((uint64_t{0xFFFFFFFF} << 32) + i) ^ kKnown));
+  }
   for (const uint64_t salt : {kKnown, kKnown + 1}) {
     const size_t count = salt == kKnown ? 3000 : ids.size();  // with the known salt, all of them have one home
     Index index(salt);

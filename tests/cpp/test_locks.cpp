@@ -13,13 +13,13 @@
 #include <thread>
 #include <vector>
 
-#include "cold/cold_rows.h"
 #include "base/error.h"
+#include "cold/cold_rows.h"
 #include "lookup/find.h"
 #include "lookup/pass.h"
+#include "rows/transfer.h"
 #include "snapshot/snapshot.h"
 #include "testing.h"
-#include "rows/transfer.h"
 
 using namespace recstore;
 
@@ -92,8 +92,8 @@ struct Plain {
   Batch batch;
 };
 
-// Calls first(executor) with an executor that pauses it in the middle, and then second() in another thread. Returns whether
-// the second call has returned while the first was paused.
+// Calls first(executor) with an executor that pauses it in the middle, and then second() in another thread. Returns
+// whether the second call has returned while the first was paused.
 bool goes_on_beside(const std::function<void(Executor&)>& first, const std::function<void()>& second) {
   Paused paused;
   std::thread one([&] { first(paused); });
@@ -148,7 +148,8 @@ void reads_go_on_beside_each_other() {
     expired_ids(*SharedTable(table), own);
     std::vector<float> weights(10 * kColumns), state(10);
     std::vector<int64_t> read_ids(10), last_step(10), frequency(10);
-    snapshot->read(10, read_ids.data(), {weights.data(), {}, state.data(), last_step.data(), frequency.data()}, false, own);
+    snapshot->read(10, read_ids.data(), {weights.data(), {}, state.data(), last_step.data(), frequency.data()}, false,
+                   own);
     CHECK(std::equal(weights.begin(), weights.begin() + kColumns, table->rows().row(table->index().find(read_ids[0]))));
     std::vector<float> grad(10 * kColumns, 1.0f), grad_weights(10);
     pass->weight_gradients_only(grad.data(), grad_weights.data(), own);

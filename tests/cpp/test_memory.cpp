@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "base/buffer_pool.h"
-#include "cold/cold_rows.h"
 #include "base/error.h"
+#include "cold/cold_rows.h"
 #include "lookup/pass.h"
 #include "snapshot/snapshot.h"
 #include "testing.h"
@@ -108,7 +108,9 @@ void rows_that_move_are_the_same(size_t at_once) {
   }
   int64_t removed = 0;
   for (size_t first = 0; first < kRows * 9 / 10; first += at_once) {
-    const std::vector<int64_t> some(all.begin() + static_cast<int64_t>(first), all.begin() + static_cast<int64_t>(std::min<size_t>(first + at_once, kRows * 9 / 10)));
+    const std::vector<int64_t> some(
+        all.begin() + static_cast<int64_t>(first),
+        all.begin() + static_cast<int64_t>(std::min<size_t>(first + at_once, kRows * 9 / 10)));
     removed += remove(*table, some);
     remove(*still, some);
     if (first == 30000 / at_once * at_once) {  // the passes end here, after some rows were removed
@@ -146,7 +148,9 @@ void rows_that_move_are_the_same(size_t at_once) {
     const auto n = static_cast<size_t>(delta->rows_left());
     std::vector<int64_t> ids(n), last_step(n), frequency(n);
     std::vector<float> weights(n * kColumns), first(weights.size()), second(weights.size()), state(n);
-    delta->read(delta->rows_left(), ids.data(), {weights.data(), {first.data(), second.data()}, state.data(), last_step.data(), frequency.data()}, false, executor);
+    delta->read(delta->rows_left(), ids.data(),
+                {weights.data(), {first.data(), second.data()}, state.data(), last_step.data(), frequency.data()},
+                false, executor);
     changed.push_back(ids);
   }
   CHECK(changed[0] == changed[1] && changed[0].size() >= 3000);
@@ -266,7 +270,8 @@ void the_pool_keeps_what_is_used() {
 
 void tensors_are_no_larger_than_a_machine() {
   CHECK(tensor_bytes({}, 4) == 4 && tensor_bytes({3, 5}, 2) == 30 && tensor_bytes({0, 5}, 8) == 0);
-  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{int64_t{1} << 45}, {int64_t{1} << 40, int64_t{1} << 40, 1}, {-1, 2}}) {
+  for (const std::vector<int64_t>& shape :
+       {std::vector<int64_t>{int64_t{1} << 45}, {int64_t{1} << 40, int64_t{1} << 40, 1}, {-1, 2}}) {
     CHECK_THROWS(tensor_bytes(shape, 4), OutOfMemory);
   }
 }
@@ -277,10 +282,10 @@ int calls_until_success(BufferPool& pool, int failures, bool native) {
   int calls = 0;
   try {
     CHECK(with_idle_memory(pool, [&] {
-      if (++calls > failures) return 7;
-      if (native) throw OutOfMemory("for a test");
-      throw std::bad_alloc();
-    }) == 7);
+            if (++calls > failures) return 7;
+            if (native) throw OutOfMemory("for a test");
+            throw std::bad_alloc();
+          }) == 7);
   } catch (const OutOfMemory&) {
     return -calls;
   } catch (const std::bad_alloc&) {
@@ -294,11 +299,15 @@ void a_call_is_repeated_with_idle_memory() {
     BufferPool pool;
     CHECK(calls_until_success(pool, 0, native) == 1);
     CHECK(calls_until_success(pool, 1, native) == -1);  // the pool has nothing to free
-    { const auto buffer = pool.take(100); }
+    {
+      const auto buffer = pool.take(100);
+    }
     CHECK(pool.bytes().idle > 0);
     CHECK(calls_until_success(pool, 1, native) == 2);
     CHECK(pool.bytes().idle == 0);
-    { const auto buffer = pool.take(100); }
+    {
+      const auto buffer = pool.take(100);
+    }
     CHECK(calls_until_success(pool, 2, native) == -2);
   }
 }

@@ -1,5 +1,5 @@
-// Parts of some work run at the same time, and threads without a part help: each task runs once, an error ends all, and the
-// rows of many tables depend neither on the threads nor on who helps.
+// Parts of some work run at the same time, and threads without a part help: each task runs once, an error ends all, and
+// the rows of many tables depend neither on the threads nor on who helps.
 
 #include <algorithm>
 #include <atomic>
@@ -87,7 +87,9 @@ std::vector<float> trained(const Bounds& bounds, int threads) {
       if (slot != kNoSlot) all.insert(all.end(), table->rows().row(slot), table->rows().row(slot) + kColumns);
     }
     const Counters& counters = table->counters();
-    for (const int64_t count : {table->size(), counters.evicted, counters.expired, counters.refused}) all.push_back(static_cast<float>(count));
+    for (const int64_t count : {table->size(), counters.evicted, counters.expired, counters.refused}) {
+      all.push_back(static_cast<float>(count));
+    }
     CHECK(counters.evicted + counters.expired + counters.refused > 0);
   }
   return all;

@@ -1,6 +1,6 @@
-// The loops over rows of each instruction set of this processor give the same bits as those of every other processor: the
-// digests below were computed by the baseline of x86-64. NaN is converted, but not computed, because processors give it
-// different signs.
+// The loops over rows of each instruction set of this processor give the same bits as those of every other processor:
+// the digests below were computed by the baseline of x86-64. NaN is converted, but not computed, because processors
+// give it different signs.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,8 +12,8 @@
 #include <string>
 
 #include "base/error.h"
-#include "rows/philox.h"
 #include "row_loops/row_loops.h"
+#include "rows/philox.h"
 #include "rows/table.h"
 #include "testing.h"
 
@@ -48,13 +48,15 @@ uint64_t conversions() {
   for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i);
   std::vector<float> values(halves.size());
   for (const RowType type : {RowType::kFloat16, RowType::kBfloat16}) {
-    loops.widen(type, reinterpret_cast<const float*>(halves.data()), static_cast<int64_t>(halves.size()), values.data());
+    loops.widen(type, reinterpret_cast<const float*>(halves.data()), static_cast<int64_t>(halves.size()),
+                values.data());
     digest.add(values);
   }
   std::mt19937_64 random(1);
   for (float& value : values) {
     auto number = static_cast<uint32_t>(random());
-    if (number % 4 == 0) number = (number & 0x80000FFFu) | (101u + (number >> 12) % 46u) << 23;  // beside the bounds of float16
+    // Beside the bounds of float16.
+    if (number % 4 == 0) number = (number & 0x80000FFFu) | (101u + (number >> 12) % 46u) << 23;
     std::memcpy(&value, &number, sizeof(value));
   }
   for (const RowType type : {RowType::kFloat16, RowType::kBfloat16}) {
@@ -69,8 +71,11 @@ uint64_t conversions() {
     digest.add(values);
   }
   for (int64_t columns = 1; columns < 70; ++columns) {
-    std::vector<float> row(static_cast<size_t>(columns)), stored(static_cast<size_t>(weight_floats(RowType::kInt8, columns)));
-    for (float& weight : row) weight = static_cast<float>(static_cast<int32_t>(random())) * (columns % 3 == 0 ? 0.0f : 0x1p-20f);
+    std::vector<float> row(static_cast<size_t>(columns)),
+        stored(static_cast<size_t>(weight_floats(RowType::kInt8, columns)));
+    for (float& weight : row) {
+      weight = static_cast<float>(static_cast<int32_t>(random())) * (columns % 3 == 0 ? 0.0f : 0x1p-20f);
+    }
     loops.narrow(RowType::kInt8, row.data(), columns, stored.data());
     digest.add(stored);
     loops.widen(RowType::kInt8, stored.data(), columns, row.data());
@@ -83,8 +88,8 @@ uint64_t conversions() {
 void train(Digest& digest, TableConfig config, int64_t columns) {
   constexpr int64_t kBags = 60;
   config.column_end = columns;
-  const auto group = std::make_shared<const Group>(std::vector{std::make_shared<Table>(config)}, std::vector<Routing>(1),
-                                                   std::vector<int64_t>{0}, columns % 2 == 0);
+  const auto group = std::make_shared<const Group>(std::vector{std::make_shared<Table>(config)},
+                                                   std::vector<Routing>(1), std::vector<int64_t>{0}, columns % 2 == 0);
   Threads executor(2);
   std::mt19937_64 random(2);
   const auto fraction = [&] { return static_cast<float>(random() % 2001) / 1000.0f - 1.0f; };
@@ -100,7 +105,8 @@ void train(Digest& digest, TableConfig config, int64_t columns) {
     }
     for (int64_t i = 0; i < kBags * columns; ++i) grad.push_back(fraction());
     std::vector<float> out(grad.size()), grad_weights(ids.size());
-    const Batch batch{ids.data(), static_cast<int64_t>(ids.size()), offsets.data(), step == 0 ? nullptr : weights.data(), kBags};
+    const Batch batch{ids.data(), static_cast<int64_t>(ids.size()), offsets.data(),
+                      step == 0 ? nullptr : weights.data(), kBags};
     const auto pass = begun(group, batch, out.data(), executor);
     pass->backward(grad.data(), {0.1f}, step == 0 ? nullptr : grad_weights.data(), executor);
     digest.add(out);
@@ -161,7 +167,8 @@ void check(const char* isa) {
   CHECK(row_loops().name == std::string(isa));
   check_uniform();
   const uint64_t found[] = {conversions(), tables()};
-  std::fprintf(stderr, "%s: 0x%016llx 0x%016llx\n", isa, static_cast<unsigned long long>(found[0]), static_cast<unsigned long long>(found[1]));
+  std::fprintf(stderr, "%s: 0x%016llx 0x%016llx\n", isa, static_cast<unsigned long long>(found[0]),
+               static_cast<unsigned long long>(found[1]));
   CHECK(found[0] == kConversions);
   CHECK(found[1] == kTables);
 }

@@ -1,5 +1,6 @@
-// The server for rows by TCP and by shared memory, on a table of functions that takes the place of the core: many clients
-// at the same time, which are cut anywhere and repeat their writes; waiting for memory; a stop in the middle of calls.
+// The server for rows by TCP and by shared memory, on a table of functions that takes the place of the core: many
+// clients at the same time, which are cut anywhere and repeat their writes; waiting for memory; a stop in the middle of
+// calls.
 
 #include "row_server.h"
 
@@ -85,7 +86,9 @@ std::string framed(const std::string& call, int field, uint64_t ids, uint64_t ro
   const auto size = static_cast<uint32_t>(message.size());
   return std::string(reinterpret_cast<const char*>(&size), 4) + message;
 }
-std::string bytes_of(const std::vector<int64_t>& ids) { return {reinterpret_cast<const char*>(ids.data()), ids.size() * 8}; }
+std::string bytes_of(const std::vector<int64_t>& ids) {
+  return {reinterpret_cast<const char*>(ids.data()), ids.size() * 8};
+}
 
 std::string pull_of(const std::string& table, const std::vector<int64_t>& ids) {
   std::string call;
@@ -93,7 +96,8 @@ std::string pull_of(const std::string& table, const std::vector<int64_t>& ids) {
   put(call, 2, "run");
   return framed(call, 1, ids.size() * 8, 0) + bytes_of(ids);
 }
-std::string update_of(const std::string& client, uint64_t number, const std::vector<int64_t>& ids, const std::string& table = "t") {
+std::string update_of(const std::string& client, uint64_t number, const std::vector<int64_t>& ids,
+                      const std::string& table = "t") {
   std::string call;
   put(call, 1, table);
   put(call, 2, "run");
@@ -134,7 +138,8 @@ void parse(const std::string& message, Reply& reply) {
 class Client {
  public:
   // version, token and name: what the client begins with, see kVersion.
-  explicit Client(int port, int buffer = 0, uint32_t version = kVersion, const std::string& token = "", const std::string& name = "")
+  explicit Client(int port, int buffer = 0, uint32_t version = kVersion, const std::string& token = "",
+                  const std::string& name = "")
       : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
     if (buffer > 0) setsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
     sockaddr_in address{};
@@ -426,7 +431,8 @@ void connections_for_another_server_are_refused() {
     CHECK(client.greeted() && client.server() == name);
   }
   CHECK(!Client(other.port, 0, kVersion, "", name).greeted());
-  for (const std::string& wrong : {name.substr(1), name + "0", std::string(64, '0'), std::string(65, '0'), std::string("\xff")}) {
+  for (const std::string& wrong :
+       {name.substr(1), name + "0", std::string(64, '0'), std::string(65, '0'), std::string("\xff")}) {
     CHECK(!Client(served.port, 0, kVersion, "", wrong).greeted());
   }
   CHECK(!Client(served.port, 0, kUnnamedVersion).greeted());
@@ -568,7 +574,8 @@ void calls_by_shared_memory_are_carried_out_once_and_never_read_beyond_it() {
         auto client = std::make_unique<MemoryClient>(served.server);
         for (uint64_t number = 0; number < kWritesOfEach; ++number) {
           for (bool done = false; !done;) {
-            if (!client->greeted() || !client->send(update_of("client " + std::to_string(t), number, ids), ids) || random() % 8 == 0) {
+            if (!client->greeted() || !client->send(update_of("client " + std::to_string(t), number, ids), ids) ||
+                random() % 8 == 0) {
               client = std::make_unique<MemoryClient>(served.server);
               continue;
             }
@@ -608,8 +615,10 @@ void calls_by_shared_memory_are_carried_out_once_and_never_read_beyond_it() {
     MemoryClient client(served.server);
     const std::vector<int64_t> many = ids_to(100000);  // their rows take more than the segment
     CHECK(client.send(pull_of("t", many), many) && client.receive().code == kInvalidArgument);
-    CHECK(client.send(pull_of("of python", many), many) && client.receive().code == 0 && client.receive().code == kInvalidArgument);
-    CHECK(client.send(framed("", 1, uint64_t{1} << 63, uint64_t{1} << 63), {0}) && client.receive().code == kInvalidArgument);
+    CHECK(client.send(pull_of("of python", many), many) && client.receive().code == 0 &&
+          client.receive().code == kInvalidArgument);
+    CHECK(client.send(framed("", 1, uint64_t{1} << 63, uint64_t{1} << 63), {0}) &&
+          client.receive().code == kInvalidArgument);
     CHECK(client.send(pull_of("t", ids_to(5)), ids_to(5)) && client.receive().rows == 5 * kDim * 4);
     served.server.set_token("another");
     CHECK(client.send(pull_of("t", ids_to(5)), ids_to(5)) && client.receive().code == kUnauthenticated);

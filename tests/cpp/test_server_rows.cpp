@@ -1,5 +1,5 @@
-// The reader of rows of a served model, against two servers of one set in this process: many threads, restarts under their
-// calls, and a server that sends anything.
+// The reader of rows of a served model, against two servers of one set in this process: many threads, restarts under
+// their calls, and a server that sends anything.
 
 #include "server_rows.h"
 
@@ -19,8 +19,8 @@
 #include <thread>
 #include <vector>
 
-#include "message_fields.h"
 #include "base/slots.h"
+#include "message_fields.h"
 #include "row_server.h"
 #include "testing.h"
 
@@ -94,7 +94,8 @@ struct Served {
         put_text(said, 1, name);
         put_text(said, 2, secret);
       } else if (call.message[0] != (7 << 3 | 2)) {  // a call of another run
-        server.reply(call.connection, {{kUnavailable, "the server is in another run", "ServerResumed"}}, nullptr, nullptr);
+        server.reply(call.connection, {{kUnavailable, "the server is in another run", "ServerResumed"}}, nullptr,
+                     nullptr);
         continue;
       }
       RowReply reply;
@@ -128,7 +129,8 @@ void check_lookup(recstore::RowServers& servers, std::mt19937_64& random, int64_
   for (int64_t i = 0; i < n; ++i) {
     const float* row = &rows[static_cast<size_t>(i * kDim)];
     const int64_t id = ids[static_cast<size_t>(i)];
-    CHECK(row[0] == static_cast<float>(id) && row[1] == static_cast<float>(recstore::slot_of(id, kSlots) % 2) && row[2] == 0);
+    CHECK(row[0] == static_cast<float>(id) && row[1] == static_cast<float>(recstore::slot_of(id, kSlots) % 2) &&
+          row[2] == 0);
     CHECK(found[static_cast<size_t>(i)] == (id % 2 == 0));
   }
 }
@@ -139,8 +141,8 @@ std::string addresses(const std::vector<int>& ports) {
   return text;
 }
 
-// More threads than connections by shared memory call, and calls are larger than a segment. Servers are started again on
-// their ports meanwhile, in another run.
+// More threads than connections by shared memory call, and calls are larger than a segment. Servers are started again
+// on their ports meanwhile, in another run.
 void threads_read_while_servers_are_started_again(const char* by_memory) {
   setenv("RECSTORE_SHARED_MEMORY", by_memory, 1);
   auto one = std::make_unique<Served>(0, "a", 0), other = std::make_unique<Served>(1, "a", 0);
@@ -183,7 +185,9 @@ void a_server_may_send_anything() {
     RowReply beginning;
     beginning.server = "anything";
     const std::string welcome = beginning.serialized(), state = state_of(0, 1, "a");
-    const auto framed = [](const std::string& message) { return std::string(1, static_cast<char>(message.size())) + std::string(3, '\0') + message; };
+    const auto framed = [](const std::string& message) {
+      return std::string(1, static_cast<char>(message.size())) + std::string(3, '\0') + message;
+    };
     for (int fd; (fd = accept(listener, nullptr, nullptr)) >= 0; close(fd)) {
       RowReply reply;
       reply.found = state.size();
@@ -199,7 +203,8 @@ void a_server_may_send_anything() {
   const int64_t id = 1;
   std::array<float, kDim> row;
   const std::string place = addresses({ntohs(address.sin_port)});
-  for (const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5); std::chrono::steady_clock::now() < end;) {
+  for (const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+       std::chrono::steady_clock::now() < end;) {
     CHECK_THROWS(recstore::RowServers::of(place, false)->lookup(kTable, &id, 1, row.data()), std::runtime_error);
   }
   CHECK(taken > 0);  // how often it was asked: a damaged size may make the client wait for seconds

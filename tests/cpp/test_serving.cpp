@@ -1,5 +1,5 @@
-// Versions of a served table beside an oracle: random changes, versions that are not kept, second changes of one version,
-// and threads that read a version while later versions are made.
+// Versions of a served table beside an oracle: random changes, versions that are not kept, second changes of one
+// version, and threads that read a version while later versions are made.
 
 #include <algorithm>
 #include <atomic>
@@ -42,7 +42,8 @@ int64_t random_id(std::mt19937_64& random) {
 }
 
 // A table over the rows in this memory, as over those of a mapped file.
-std::shared_ptr<const ServedRows> over(const std::vector<int64_t>& ids, const std::shared_ptr<Region>& rows, uint64_t checksum) {
+std::shared_ptr<const ServedRows> over(const std::vector<int64_t>& ids, const std::shared_ptr<Region>& rows,
+                                       uint64_t checksum) {
   auto base = std::make_shared<BaseRows>();
   base->layout = kLayout;
   base->index = std::make_unique<IdIndex>(static_cast<int64_t>(ids.size()), 7);
@@ -89,8 +90,8 @@ Version changed(const Version& before, std::mt19937_64& random, std::shared_ptr<
       after.oracle[id] = row;
     }
   }
-  const RowChanges changes{ids.data(), reinterpret_cast<const char*>(rows.data()), static_cast<int64_t>(ids.size()), removed.data(),
-                           static_cast<int64_t>(removed.size())};
+  const RowChanges changes{ids.data(), reinterpret_cast<const char*>(rows.data()), static_cast<int64_t>(ids.size()),
+                           removed.data(), static_cast<int64_t>(removed.size())};
   made = before.rows->with(changes);
   CHECK(made->checksum() == before.rows->checksum_with(changes));
   after.rows = made;
@@ -150,7 +151,8 @@ void test_refused_changes() {
   const auto* bytes = reinterpret_cast<const char*>(rows.data());
   CHECK_THROWS(version.rows->with({twice, bytes, 2, nullptr, 0}), InvalidArgument);
   CHECK_THROWS(version.rows->with({twice, bytes, 1, twice + 1, 1}), InvalidArgument);
-  CHECK_THROWS(ServedRows::build({RowFormat::kFloat32, 1, 4}, twice, 2, {const_cast<char*>(bytes), false, nullptr}), InvalidArgument);
+  CHECK_THROWS(ServedRows::build({RowFormat::kFloat32, 1, 4}, twice, 2, {const_cast<char*>(bytes), false, nullptr}),
+               InvalidArgument);
   CHECK_THROWS((RowLayout{RowFormat::kFloat32, 6, 20}.check()), InvalidArgument);
   check(version, random);
 }

@@ -38,7 +38,8 @@ struct Image {
 
   Image(const Table& table, int64_t n)
       : weights(static_cast<size_t>(n * weight_bytes(table.config().row_type, kColumns))),
-        elements(static_cast<size_t>(table.config().optimizer.element_states()), std::vector<float>(static_cast<size_t>(n * kColumns))),
+        elements(static_cast<size_t>(table.config().optimizer.element_states()),
+                 std::vector<float>(static_cast<size_t>(n * kColumns))),
         state(static_cast<size_t>(n)),
         last_step(static_cast<size_t>(n)),
         frequency(static_cast<size_t>(n)) {}
@@ -73,7 +74,8 @@ std::vector<int64_t> range(int64_t begin, int64_t end) {
   return ids;
 }
 
-std::unique_ptr<Snapshot> snapshot_of(const std::shared_ptr<Table>& table, std::optional<Changes::Mark> since = std::nullopt) {
+std::unique_ptr<Snapshot> snapshot_of(const std::shared_ptr<Table>& table,
+                                      std::optional<Changes::Mark> since = std::nullopt) {
   const std::lock_guard<TableMutex> lock(table->mutex());
   return std::make_unique<Snapshot>(table, since);
 }
@@ -165,7 +167,8 @@ void marks() {
 
 void exchange() {
   Threads executor(2);
-  const auto one = make_table(OptimizerKind::kAdam, RowType::kFloat32), other = make_table(OptimizerKind::kAdam, RowType::kFloat32);
+  const auto one = make_table(OptimizerKind::kAdam, RowType::kFloat32),
+             other = make_table(OptimizerKind::kAdam, RowType::kFloat32);
   write(*one, range(0, 3000), 1, executor);
   write(*other, range(100, 200), 2, executor);
   const Changes::Mark mark = snapshot_of(one)->mark();
@@ -198,19 +201,24 @@ void check_positions(Table& table) {
   const std::lock_guard<TableMutex> lock(table.mutex());
   const Changes& changes = table.rows().changes();
   CHECK(changes.locates_rows());
-  table.index().for_each([&](int64_t id, Slot slot) { CHECK(table.index().id_of(slot, changes.position(slot)) == id); });
+  table.index().for_each(
+      [&](int64_t id, Slot slot) { CHECK(table.index().id_of(slot, changes.position(slot)) == id); });
 }
 
-// A table that records where its index has each row has the same snapshots of changes as a table that searches its index.
+// A table that records where its index has each row has the same snapshots of changes as a table that searches its
+// index.
 void located() {
   Threads executor(2);
   for (int seed = 0; seed < 4; ++seed) {
     std::mt19937_64 random(seed);
-    const auto by_slot = make_table(OptimizerKind::kSgd, RowType::kFloat32), searched = make_table(OptimizerKind::kSgd, RowType::kFloat32);
+    const auto by_slot = make_table(OptimizerKind::kSgd, RowType::kFloat32),
+               searched = make_table(OptimizerKind::kSgd, RowType::kFloat32);
     const auto change = [&](int64_t most) {
       const auto begin = static_cast<int64_t>(random() % 40000), end = begin + static_cast<int64_t>(random() % most);
       const bool removes = random() % 3 == 0;
-      for (const auto& table : {by_slot, searched}) removes ? remove(*table, range(begin, end)) : write(*table, range(begin, end), 1, executor);
+      for (const auto& table : {by_slot, searched}) {
+        removes ? remove(*table, range(begin, end)) : write(*table, range(begin, end), 1, executor);
+      }
     };
     for (int i = 0; i < 5; ++i) change(12000);
     locate_rows(by_slot);
@@ -230,7 +238,8 @@ void located() {
 // The record is begun while another thread inserts, removes and moves rows.
 void located_beside_changes() {
   Threads executor(2);
-  const auto table = make_table(OptimizerKind::kSgd, RowType::kFloat32), other = make_table(OptimizerKind::kSgd, RowType::kFloat32);
+  const auto table = make_table(OptimizerKind::kSgd, RowType::kFloat32),
+             other = make_table(OptimizerKind::kSgd, RowType::kFloat32);
   for (int round = 0; round < 2; ++round) {
     write(*table, range(0, 200000), 1, executor);
     std::atomic<bool> stop{false};
@@ -256,7 +265,9 @@ void located_beside_changes() {
 
 int main() {
   for (const RowType type : {RowType::kFloat32, RowType::kBfloat16, RowType::kInt8}) {
-    for (const OptimizerKind kind : {OptimizerKind::kRowWiseAdagrad, OptimizerKind::kAdam}) beside_changes(kind, type, 3);
+    for (const OptimizerKind kind : {OptimizerKind::kRowWiseAdagrad, OptimizerKind::kAdam}) {
+      beside_changes(kind, type, 3);
+    }
   }
   beside_changes(OptimizerKind::kSgd, RowType::kFloat32, 1);
   many_rows();

@@ -1,5 +1,5 @@
-// The cold store on an SSD against a plain model: random calls, scans beside them, writes and reads that fail, and files
-// that are opened again, also after a write that was cut off at any byte.
+// The cold store on an SSD against a plain model: random calls, scans beside them, writes and reads that fail, and
+// files that are opened again, also after a write that was cut off at any byte.
 
 #include "cold/ssd_store.h"
 
@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "cold/file_lock.h"
 #include "base/mix.h"
+#include "cold/file_lock.h"
 #include "cold/ssd_end.h"
 #include "testing.h"
 
@@ -59,7 +59,10 @@ Model read(SsdStore& store, const std::vector<int64_t>& ids) {
   Model read;
   size_t at = 0;
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (found[i]) read[ids[i]] = Row(rows.begin() + static_cast<long>(at), rows.begin() + static_cast<long>(at + bytes)), at += bytes;
+    if (found[i]) {
+      read[ids[i]] = Row(rows.begin() + static_cast<long>(at), rows.begin() + static_cast<long>(at + bytes)),
+      at += bytes;
+    }
   }
   return read;
 }
@@ -76,7 +79,10 @@ Model scanned(SsdScan& scan, int64_t batch) {
     CHECK(first || last < ids[0]);
     CHECK(std::is_sorted(ids.begin(), ids.end()));
     last = ids.back();
-    for (size_t i = 0; i < ids.size(); ++i) read[ids[i]] = Row(rows.begin() + static_cast<long>(i * bytes), rows.begin() + static_cast<long>((i + 1) * bytes));
+    for (size_t i = 0; i < ids.size(); ++i) {
+      read[ids[i]] =
+          Row(rows.begin() + static_cast<long>(i * bytes), rows.begin() + static_cast<long>((i + 1) * bytes));
+    }
   }
   return read;
 }
@@ -98,7 +104,9 @@ class Random {
   int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
   std::vector<int64_t> ids(int64_t n, int64_t range) {
     std::vector<int64_t> ids;
-    for (int64_t i = 0; i < n; ++i) ids.push_back(static_cast<int64_t>(static_cast<uint64_t>(below(range)) * 0x9e3779b97f4a7c15));
+    for (int64_t i = 0; i < n; ++i) {
+      ids.push_back(static_cast<int64_t>(static_cast<uint64_t>(below(range)) * 0x9e3779b97f4a7c15));
+    }
     std::sort(ids.begin(), ids.end());
     ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
     std::shuffle(ids.begin(), ids.end(), random_);
@@ -119,7 +127,9 @@ class Random {
 
 void put(Model& model, const std::vector<int64_t>& ids, const std::vector<char>& rows) {
   const size_t bytes = rows.size() / std::max<size_t>(1, ids.size());
-  for (size_t i = 0; i < ids.size(); ++i) model[ids[i]] = Row(rows.begin() + static_cast<long>(i * bytes), rows.begin() + static_cast<long>((i + 1) * bytes));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    model[ids[i]] = Row(rows.begin() + static_cast<long>(i * bytes), rows.begin() + static_cast<long>((i + 1) * bytes));
+  }
 }
 
 std::string content(const std::string& path) {
@@ -223,7 +233,8 @@ void random_calls(int64_t row_bytes, bool keep, uint32_t seed) {
     store->put(ids.data(), rows.data(), 1);
     put(model, ids, rows);
   }
-  CHECK(disk_bytes(path) <= 2 * (static_cast<int64_t>(model.size()) + 1) * (row_bytes + 24) * 5 / 4 + 20 * (int64_t{2} << 20));
+  CHECK(disk_bytes(path) <=
+        2 * (static_cast<int64_t>(model.size()) + 1) * (row_bytes + 24) * 5 / 4 + 20 * (int64_t{2} << 20));
   while (model.size() > 10) {
     std::vector<int64_t> ids;
     for (const auto& [id, row] : model) ids.push_back(id);
@@ -391,7 +402,8 @@ void damage_anywhere() {
     if (what == 0) {
       damaged.resize(at);
     } else if (what == 1) {
-      std::fill_n(damaged.begin() + static_cast<long>(at / 4096 * 4096), std::min<size_t>(4096, damaged.size() - at / 4096 * 4096), 0);
+      std::fill_n(damaged.begin() + static_cast<long>(at / 4096 * 4096),
+                  std::min<size_t>(4096, damaged.size() - at / 4096 * 4096), 0);
     } else {
       damaged[at] = static_cast<char>(damaged[at] ^ (1 << random.below(8)));
     }
@@ -415,8 +427,9 @@ void damage_anywhere() {
   CHECK_THROWS(SsdStore(path, kRow, true), StorageError);
 }
 
-// The header of a segment of an unacknowledged call is lost, and the call has written the segment's word, or has not. The
-// segment is free, and its word must say so: later calls use the same sequences, and count the words of all segments.
+// The header of a segment of an unacknowledged call is lost, and the call has written the segment's word, or has not.
+// The segment is free, and its word must say so: later calls use the same sequences, and count the words of all
+// segments.
 void lost_header() {
   for (const char* name : {"/no-word", "/new-segment", "/free-segment"}) {
     const std::string path = folder() + name;

@@ -16,16 +16,16 @@
 #include <utility>
 #include <vector>
 
-#include "cold/cold_rows.h"
 #include "base/error.h"
 #include "bounds/eviction.h"
+#include "cold/cold_rows.h"
 #include "lookup/find.h"
 #include "lookup/pass.h"
 #include "lookup/prefetch.h"
 #include "ops/registry.h"
+#include "rows/transfer.h"
 #include "snapshot/snapshot.h"
 #include "testing.h"
-#include "rows/transfer.h"
 
 using namespace recstore;
 
@@ -68,7 +68,8 @@ Bounds with_cold_store() {
   return bounds;
 }
 
-std::shared_ptr<const Group> group_of(std::vector<std::shared_ptr<Table>> tables, std::vector<int64_t> features, bool mean) {
+std::shared_ptr<const Group> group_of(std::vector<std::shared_ptr<Table>> tables, std::vector<int64_t> features,
+                                      bool mean) {
   const size_t n = tables.size();
   return std::make_shared<const Group>(std::move(tables), std::vector<Routing>(n), std::move(features), mean);
 }
@@ -99,7 +100,9 @@ struct Data {
   std::vector<float> weights, out, grad;
 
   Data(Worker& worker, const Group& group) : offsets(1, 0) {
-    for (int64_t bag = 0; bag < group.features() * kBags; ++bag) offsets.push_back(offsets.back() + static_cast<int64_t>(worker.below(5)));
+    for (int64_t bag = 0; bag < group.features() * kBags; ++bag) {
+      offsets.push_back(offsets.back() + static_cast<int64_t>(worker.below(5)));
+    }
     ids = worker.ids(offsets.back());
     weights.assign(ids.size(), 0.5f);
     out.resize(static_cast<size_t>(kBags * group.columns()));
@@ -158,11 +161,13 @@ class Stress {
 
   void run() {
     const std::vector<std::function<void(Worker&)>> jobs = {
-        [this](Worker& w) { train(w); },      [this](Worker& w) { train(w); },    [this](Worker& w) { end_passes(w); },
-        [this](Worker& w) { prefetch(w); },   [this](Worker& w) { evaluate(w); }, [this](Worker& w) { save(w, plain_); },
-        [this](Worker& w) { save(w, cold_); }, [this](Worker& w) { ask(w); },      [this](Worker& w) { load(w); },
-        [this](Worker& w) { train_cold(w); }, [this](Worker& w) { exchange(w); },
-        [this](Worker& w) { share(w); },      [this](Worker& w) { share(w); },    [this](Worker& w) { evaluate(w); },
+        [this](Worker& w) { train(w); },       [this](Worker& w) { train(w); },
+        [this](Worker& w) { end_passes(w); },  [this](Worker& w) { prefetch(w); },
+        [this](Worker& w) { evaluate(w); },    [this](Worker& w) { save(w, plain_); },
+        [this](Worker& w) { save(w, cold_); }, [this](Worker& w) { ask(w); },
+        [this](Worker& w) { load(w); },        [this](Worker& w) { train_cold(w); },
+        [this](Worker& w) { exchange(w); },    [this](Worker& w) { share(w); },
+        [this](Worker& w) { share(w); },       [this](Worker& w) { evaluate(w); },
     };
     std::vector<std::thread> threads;
     for (size_t j = 0; j < jobs.size(); ++j) {
@@ -195,8 +200,11 @@ class Stress {
       }
     }
     std::vector<float> grad_weights(data->ids.size());
-    if (worker.below(2) == 0) registry_.get(handle)->weight_gradients_only(data->grad.data(), grad_weights.data(), worker.executor);
-    registry_.get(handle)->backward(data->grad.data(), {0.1f, 0.1f}, worker.below(2) == 0 ? grad_weights.data() : nullptr, worker.executor);
+    if (worker.below(2) == 0) {
+      registry_.get(handle)->weight_gradients_only(data->grad.data(), grad_weights.data(), worker.executor);
+    }
+    registry_.get(handle)->backward(data->grad.data(), {0.1f, 0.1f},
+                                    worker.below(2) == 0 ? grad_weights.data() : nullptr, worker.executor);
     registry_.remove(handle);
   }
   void end_passes(Worker& worker) {
@@ -306,7 +314,8 @@ class Stress {
       if (worker.below(2) == 0) {
         table->remove(ids.data(), static_cast<int64_t>(ids.size()));
       } else {
-        write_rows(*table, ids.data(), static_cast<int64_t>(ids.size()), rows.pointers<ConstRowImages>(), worker.executor);
+        write_rows(*table, ids.data(), static_cast<int64_t>(ids.size()), rows.pointers<ConstRowImages>(),
+                   worker.executor);
       }
       if (worker.below(4) == 0) table->rows().mark();
     }
@@ -331,7 +340,8 @@ class Stress {
     }
     for (;;) {
       const std::vector<int64_t> leaving = locked(*cold_, [&] {
-        return leaving_ids(*cold_, data.ids.data(), static_cast<int64_t>(data.ids.size()), static_cast<int64_t>(absent.size()), worker.executor);
+        return leaving_ids(*cold_, data.ids.data(), static_cast<int64_t>(data.ids.size()),
+                           static_cast<int64_t>(absent.size()), worker.executor);
       });
       if (leaving.empty()) break;
       const auto n = static_cast<int64_t>(leaving.size());
@@ -348,7 +358,9 @@ class Stress {
       const auto left = std::make_unique<bool[]>(leaving.size());
       locked(*cold_, [&] { evict(*cold_, leaving.data(), n, some.data(), left.get()); });
     }
-    locked(*cold_, [&] { bring_back(*cold_, back.data(), static_cast<int64_t>(back.size()), images.data(), true, worker.executor); });
+    locked(*cold_, [&] {
+      bring_back(*cold_, back.data(), static_cast<int64_t>(back.size()), images.data(), true, worker.executor);
+    });
     const auto pass = begun(cold_group_, data.batch(), data.out.data(), worker.executor);
     pass->backward(data.grad.data(), {0.1f}, nullptr, worker.executor);
     locked(*cold_, [&] {
@@ -362,8 +374,9 @@ class Stress {
   // Two tables exchange their rows, as in a load. This fails while one of them has a snapshot.
   void exchange(Worker& worker) {
     using Pair = std::pair<Table*, Table*>;
-    for (const auto& [table, spare] : {Pair{plain_.get(), plain_spare_.get()}, Pair{evicting_.get(), evicting_spare_.get()},
-                                       Pair{cold_.get(), cold_spare_.get()}}) {
+    for (const auto& [table, spare] :
+         {Pair{plain_.get(), plain_spare_.get()}, Pair{evicting_.get(), evicting_spare_.get()},
+          Pair{cold_.get(), cold_spare_.get()}}) {
       std::unique_lock<std::mutex> held(tier_, std::defer_lock);
       if (table == cold_.get()) held.lock();
       const std::scoped_lock locks(table->mutex(), spare->mutex());

@@ -23,7 +23,8 @@ using namespace recstore;
 
 namespace {
 
-std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const char* name = "t", double max_gradient = 0.0) {
+std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const char* name = "t",
+                                  double max_gradient = 0.0) {
   TableConfig config;
   config.name = name;
   config.column_end = columns;
@@ -34,7 +35,8 @@ std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const cha
   return std::make_shared<Table>(config);
 }
 
-std::shared_ptr<const Group> make_group(std::vector<std::shared_ptr<Table>> tables, std::vector<int64_t> features, bool mean = false) {
+std::shared_ptr<const Group> make_group(std::vector<std::shared_ptr<Table>> tables, std::vector<int64_t> features,
+                                        bool mean = false) {
   const size_t n = tables.size();
   return std::make_shared<const Group>(std::move(tables), std::vector<Routing>(n), std::move(features), mean);
 }
@@ -57,7 +59,9 @@ Data make_data(uint64_t seed, int64_t features, int64_t bags, int64_t columns) {
     }
     data.offsets.push_back(static_cast<int64_t>(data.ids.size()));
   }
-  for (int64_t i = 0; i < bags * columns; ++i) data.grad.push_back(static_cast<float>(random() % 2001) / 1000.0f - 1.0f);
+  for (int64_t i = 0; i < bags * columns; ++i) {
+    data.grad.push_back(static_cast<float>(random() % 2001) / 1000.0f - 1.0f);
+  }
   return data;
 }
 
@@ -141,7 +145,8 @@ std::vector<float> bounded_steps(int threads) {
   }
   for (const auto& table : tables) {
     const Counters& counters = table->counters();
-    for (const int64_t number : {table->size(), counters.misses, counters.inserts, counters.refused, counters.evicted, counters.expired}) {
+    for (const int64_t number :
+         {table->size(), counters.misses, counters.inserts, counters.refused, counters.evicted, counters.expired}) {
       all.push_back(static_cast<float>(number));
     }
     CHECK(counters.evicted > 0 || table->config().bounds.max_rows == 0);
@@ -165,7 +170,9 @@ std::vector<double> row_of(const Table& table, int64_t id) {
 void pooling_and_its_gradients_are_those_of_doubles(bool mean) {
   constexpr int64_t kBags = 600;  // several tasks
   constexpr double kRate = 0.5;
-  const auto near = [](double value, double expected) { return std::abs(value - expected) <= 1e-5 * (1.0 + std::abs(expected)); };
+  const auto near = [](double value, double expected) {
+    return std::abs(value - expected) <= 1e-5 * (1.0 + std::abs(expected));
+  };
   Threads executor(2);
   const auto make_plain = [](const char* name, int64_t columns) {
     TableConfig config;

@@ -11,31 +11,32 @@
 #include "lookup/pass.h"
 
 // Ends the test and prints the place and the text of the condition if it is false.
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
+#define CHECK(condition)                                                          \
+  do {                                                                            \
+    if (!(condition)) {                                                           \
       std::fprintf(stderr, "%s:%d: CHECK(%s)\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                             \
-    }                                                                           \
+      std::abort();                                                               \
+    }                                                                             \
   } while (0)
 
-#define CHECK_THROWS(expression, Exception)                                            \
-  do {                                                                                 \
-    bool thrown = false;                                                               \
-    try {                                                                              \
-      expression;                                                                      \
-    } catch (const Exception&) {                                                       \
-      thrown = true;                                                                   \
-    }                                                                                  \
-    if (!thrown) {                                                                     \
+#define CHECK_THROWS(expression, Exception)                                                        \
+  do {                                                                                             \
+    bool thrown = false;                                                                           \
+    try {                                                                                          \
+      expression;                                                                                  \
+    } catch (const Exception&) {                                                                   \
+      thrown = true;                                                                               \
+    }                                                                                              \
+    if (!thrown) {                                                                                 \
       std::fprintf(stderr, "%s:%d: no %s from %s\n", __FILE__, __LINE__, #Exception, #expression); \
-      std::abort();                                                                    \
-    }                                                                                  \
+      std::abort();                                                                                \
+    }                                                                                              \
   } while (0)
 
 // Returns a pass that has begun.
-inline std::shared_ptr<recstore::Pass> begun(const std::shared_ptr<const recstore::Group>& group, const recstore::Batch& batch, float* out,
-                                             recstore::Executor& executor, std::shared_ptr<void> inputs = nullptr) {
+inline std::shared_ptr<recstore::Pass> begun(const std::shared_ptr<const recstore::Group>& group,
+                                             const recstore::Batch& batch, float* out, recstore::Executor& executor,
+                                             std::shared_ptr<void> inputs = nullptr) {
   const auto pass = std::make_shared<recstore::Pass>(group, batch, std::move(inputs), executor);
   recstore::Pass::begin({{pass.get(), out}}, executor);
   return pass;

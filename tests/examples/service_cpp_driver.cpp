@@ -1,6 +1,6 @@
-// Makes the calls that a test asks for, with one client: each line of the standard input is CALL TABLE IDS [VALUES], where
-// IDS and VALUES are files of int64 and float32. Answers a line: "ok", or the kind, server, table and message of an error.
-// A call that reads writes its result to the file VALUES.
+// Makes the calls that a test asks for, with one client: each line of the standard input is CALL TABLE IDS [VALUES],
+// where IDS and VALUES are files of int64 and float32. Answers a line: "ok", or the kind, server, table and message of
+// an error. A call that reads writes its result to the file VALUES.
 #include <algorithm>
 #include <fstream>
 #include <iostream>
@@ -17,13 +17,15 @@ std::vector<Value> contents(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   const std::string bytes{std::istreambuf_iterator<char>(file), {}};
   std::vector<Value> values(bytes.size() / sizeof(Value));
-  std::copy(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(values.size() * sizeof(Value)), reinterpret_cast<char*>(values.data()));
+  std::copy(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(values.size() * sizeof(Value)),
+            reinterpret_cast<char*>(values.data()));
   return values;
 }
 
 template <class Value>
 void write(const std::string& path, const std::vector<Value>& values) {
-  std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(values.data()), static_cast<std::streamsize>(values.size() * sizeof(Value)));
+  std::ofstream(path, std::ios::binary)
+      .write(reinterpret_cast<const char*>(values.data()), static_cast<std::streamsize>(values.size() * sizeof(Value)));
 }
 
 void call(recstore::Client& client, const std::string& line) {
@@ -47,9 +49,11 @@ void call(recstore::Client& client, const std::string& line) {
   } else if (kind == "together") {  // updates by several threads: the number of each update is the client's own
     const std::vector<float> gradients = contents<float>(path);
     std::vector<std::thread> threads;
-    for (int i = 0; i < 8; ++i) threads.emplace_back([&] {
-      for (int step = 0; step < 10; ++step) client.update(table, ids, gradients);
-    });
+    for (int i = 0; i < 8; ++i) {
+      threads.emplace_back([&] {
+        for (int step = 0; step < 10; ++step) client.update(table, ids, gradients);
+      });
+    }
     for (std::thread& thread : threads) thread.join();
   } else {
     throw std::invalid_argument("unknown call " + kind);

@@ -267,9 +267,8 @@ def _hot_ids(optimizer: Optimizer, dim: int, dtype: torch.dtype) -> tuple[Table,
         last = torch.zeros(int(distinct[-1]) + 1, dim)
         last[ids] = each  # of an id with one position
         for id in range(3):
-            assert (
-                int((ids == id).sum()) > 4096
-            )  # most_summed() of csrc/lookup/backward.cpp
+            # most_summed() of csrc/lookup/backward.cpp
+            assert int((ids == id).sum()) > 4096
             # torch's sums in float64
             last[id] = torch.from_numpy(each[ids == id].numpy().cumsum(0)[-1])
         tables[1].update(distinct, last[distinct])

@@ -34,8 +34,8 @@ Applied::Client& Applied::client(const std::string& name) {
   }
   if (clients_.size() >= most_clients_) {
     if (now() - clients_[order_.front()].last_used < kept_s_) {
-      unavailable(std::to_string(most_clients_) + " clients have written in the last " + std::to_string(static_cast<int64_t>(kept_s_)) +
-                  " s: use one client for many calls");
+      unavailable(std::to_string(most_clients_) + " clients have written in the last " +
+                  std::to_string(static_cast<int64_t>(kept_s_)) + " s: use one client for many calls");
     }
     clients_.erase(order_.front());
     order_.pop_front();

@@ -13,9 +13,9 @@
 
 namespace recstore_service {
 
-// The writes that have been carried out or are running, so that a repeated write is not carried out twice. Clients number
-// their writes. With each write, a client sends the number below which it repeats none. AppliedRequests in applied.py
-// explains the functions.
+// The writes that have been carried out or are running, so that a repeated write is not carried out twice. Clients
+// number their writes. With each write, a client sends the number below which it repeats none. AppliedRequests in
+// applied.py explains the functions.
 class Applied {
  public:
   struct Answer {
@@ -28,8 +28,8 @@ class Applied {
   // most_clients: the clients that are remembered; kept_s: the time in seconds for which a client may repeat a write.
   explicit Applied(size_t most_clients = 10000, double kept_s = 300) : most_clients_(most_clients), kept_s_(kept_s) {}
 
-  // Begins a write. Returns null, and sets `deleted`, if the write has been carried out. Otherwise the caller carries it
-  // out and calls finish(). If the same write runs in another thread, the function waits for its end, and the caller
+  // Begins a write. Returns null, and sets `deleted`, if the write has been carried out. Otherwise the caller carries
+  // it out and calls finish(). If the same write runs in another thread, the function waits for its end, and the caller
   // carries it out if it has failed there. Throws CallFailed.
   Mine begin(const std::string& client, uint64_t request, uint64_t done_before, uint64_t& deleted);
   // Ends a write that begin() has returned. A write that has failed may be repeated.
@@ -45,8 +45,8 @@ class Applied {
   void check_open();
   int64_t clients();
 
-  // Calls visit(client, done_before, request, deleted) for each write that has been carried out, and once with the request
-  // -1 for each client. No write may run; those that wait for the gate do not.
+  // Calls visit(client, done_before, request, deleted) for each write that has been carried out, and once with the
+  // request -1 for each client. No write may run; those that wait for the gate do not.
   template <class Visit>
   void for_each(const Visit& visit) {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -49,18 +49,21 @@ auto guarded(NativeStatus* status, const Call& call) noexcept -> decltype(call()
 
 #define RECSTORE_EXPORT extern "C" __attribute__((visibility("default")))
 
-RECSTORE_EXPORT Applied* recstore_applied_new(int64_t most_clients, double kept_s) { return new Applied(static_cast<size_t>(most_clients), kept_s); }
+RECSTORE_EXPORT Applied* recstore_applied_new(int64_t most_clients, double kept_s) {
+  return new Applied(static_cast<size_t>(most_clients), kept_s);
+}
 RECSTORE_EXPORT void recstore_applied_delete(Applied* applied) { delete applied; }
 // Returns the write that the caller has to carry out, for recstore_applied_finish; null if it has been carried out.
-RECSTORE_EXPORT Applied::Mine* recstore_applied_begin(Applied* applied, const char* client, int64_t size, uint64_t request, uint64_t done_before,
-                                                      uint64_t* deleted, NativeStatus* status) {
+RECSTORE_EXPORT Applied::Mine* recstore_applied_begin(Applied* applied, const char* client, int64_t size,
+                                                      uint64_t request, uint64_t done_before, uint64_t* deleted,
+                                                      NativeStatus* status) {
   return guarded(status, [&]() -> Applied::Mine* {
     Applied::Mine mine = applied->begin(std::string(client, static_cast<size_t>(size)), request, done_before, *deleted);
     return mine == nullptr ? nullptr : new Applied::Mine(std::move(mine));
   });
 }
-RECSTORE_EXPORT void recstore_applied_finish(Applied* applied, const char* client, int64_t size, uint64_t request, Applied::Mine* mine, int failed,
-                                             uint64_t deleted) {
+RECSTORE_EXPORT void recstore_applied_finish(Applied* applied, const char* client, int64_t size, uint64_t request,
+                                             Applied::Mine* mine, int failed, uint64_t deleted) {
   applied->finish(std::string(client, static_cast<size_t>(size)), request, *mine, failed != 0, deleted);
   delete mine;
 }
@@ -74,16 +77,21 @@ RECSTORE_EXPORT void recstore_applied_check_open(Applied* applied, NativeStatus*
   guarded(status, [&] { applied->check_open(); });
 }
 RECSTORE_EXPORT int64_t recstore_applied_clients(Applied* applied) { return applied->clients(); }
-RECSTORE_EXPORT void recstore_applied_each(Applied* applied, void (*visit)(const char*, uint64_t, int64_t, uint64_t)) { applied->for_each(visit); }
+RECSTORE_EXPORT void recstore_applied_each(Applied* applied, void (*visit)(const char*, uint64_t, int64_t, uint64_t)) {
+  applied->for_each(visit);
+}
 RECSTORE_EXPORT void recstore_applied_clear(Applied* applied) { applied->clear(); }
-RECSTORE_EXPORT void recstore_applied_add(Applied* applied, const char* client, uint64_t done_before, int64_t request, uint64_t deleted) {
+RECSTORE_EXPORT void recstore_applied_add(Applied* applied, const char* client, uint64_t done_before, int64_t request,
+                                          uint64_t deleted) {
   applied->add(client, done_before, request, deleted);
 }
 
 RECSTORE_EXPORT RunGate* recstore_gate_new() { return new RunGate; }
 RECSTORE_EXPORT void recstore_gate_delete(RunGate* gate) { delete gate; }
 RECSTORE_EXPORT void recstore_gate_set_run(RunGate* gate, const char* label) { gate->set_run(label); }
-RECSTORE_EXPORT void recstore_gate_set_end(RunGate* gate, double in_seconds) { gate->set_end(RunGate::now() + in_seconds); }
+RECSTORE_EXPORT void recstore_gate_set_end(RunGate* gate, double in_seconds) {
+  gate->set_end(RunGate::now() + in_seconds);
+}
 RECSTORE_EXPORT int recstore_gate_has_ended(RunGate* gate) { return gate->has_ended() ? 1 : 0; }
 RECSTORE_EXPORT void recstore_gate_enter(RunGate* gate) { gate->enter(); }
 RECSTORE_EXPORT void recstore_gate_leave(RunGate* gate) { gate->leave(); }
@@ -93,45 +101,58 @@ RECSTORE_EXPORT void recstore_gate_open(RunGate* gate) { gate->open(); }
 RECSTORE_EXPORT Replica* recstore_replica_new() { return new Replica; }
 RECSTORE_EXPORT void recstore_replica_delete(Replica* replica) { delete replica; }
 RECSTORE_EXPORT int recstore_replica_role(Replica* replica) { return static_cast<int>(replica->role()); }
-RECSTORE_EXPORT void recstore_replica_set_role(Replica* replica, int role) { replica->set_role(static_cast<Replica::Role>(role)); }
+RECSTORE_EXPORT void recstore_replica_set_role(Replica* replica, int role) {
+  replica->set_role(static_cast<Replica::Role>(role));
+}
 RECSTORE_EXPORT void recstore_replica_lose(Replica* replica) { replica->lose(); }
 RECSTORE_EXPORT const char* recstore_replica_reason(Replica* replica) { return replica->reason(); }
 // Returns the lock of a turn, for recstore_replica_end_turn in the same thread.
-RECSTORE_EXPORT std::unique_lock<std::mutex>* recstore_replica_begin_turn(Replica* replica, int from_primary, NativeStatus* status) {
+RECSTORE_EXPORT std::unique_lock<std::mutex>* recstore_replica_begin_turn(Replica* replica, int from_primary,
+                                                                          NativeStatus* status) {
   return guarded(status, [&] { return new std::unique_lock<std::mutex>(replica->turn(from_primary != 0)); });
 }
 RECSTORE_EXPORT void recstore_replica_end_turn(std::unique_lock<std::mutex>* turn) { delete turn; }
-RECSTORE_EXPORT void recstore_replica_send(Replica* replica, const char* message, uint64_t size, char* const* arrays, const uint64_t* sizes) {
-  replica->send(std::string(message, size), {arrays[0], arrays[1], arrays[2], arrays[3]}, {sizes[0], sizes[1], sizes[2], sizes[3]});
+RECSTORE_EXPORT void recstore_replica_send(Replica* replica, const char* message, uint64_t size, char* const* arrays,
+                                           const uint64_t* sizes) {
+  replica->send(std::string(message, size), {arrays[0], arrays[1], arrays[2], arrays[3]},
+                {sizes[0], sizes[1], sizes[2], sizes[3]});
 }
 RECSTORE_EXPORT void recstore_replica_wait(Replica* replica, NativeStatus* status) {
   guarded(status, [&] { replica->wait(replica->sent()); });
 }
 // library, ca, cert and key: see recstore_server_set_tls. ca: empty for no encryption.
 // name: that of the backup, see recstore_server_name; empty for a backup of an earlier release.
-RECSTORE_EXPORT void recstore_replica_follow(Replica* replica, const char* host, int port, const char* secret, const char* name, const char* library,
-                                             const char* ca, const char* cert, const char* key, NativeStatus* status) {
+RECSTORE_EXPORT void recstore_replica_follow(Replica* replica, const char* host, int port, const char* secret,
+                                             const char* name, const char* library, const char* ca, const char* cert,
+                                             const char* key, NativeStatus* status) {
   guarded(status, [&] {
     const auto tls = *ca == 0 ? nullptr : tls_context(library, true, cert, key, ca);
     replica->follow(host, port, secret, name, tls.get());
   });
 }
-RECSTORE_EXPORT int recstore_replica_wait_lost(Replica* replica, double seconds) { return replica->wait_lost(seconds) ? 1 : 0; }
+RECSTORE_EXPORT int recstore_replica_wait_lost(Replica* replica, double seconds) {
+  return replica->wait_lost(seconds) ? 1 : 0;
+}
 
-// Writes what a SegmentRequest says to `out`, which has at least eight times its size and 1000 bytes, for tests: texts in
-// hexadecimal, and a learning rate as its bits.
+// Writes what a SegmentRequest says to `out`, which has at least eight times its size and 1000 bytes, for tests: texts
+// in hexadecimal, and a learning rate as its bits.
 RECSTORE_EXPORT void recstore_request_text(const char* message, int64_t size, char* out, NativeStatus* status) {
   guarded(status, [&] {
     const RowRequest request = parse_request(message, static_cast<size_t>(size));
-    const auto number = [&](uint64_t value) { out += std::sprintf(out, "%llu ", static_cast<unsigned long long>(value)); };
+    const auto number = [&](uint64_t value) {
+      out += std::sprintf(out, "%llu ", static_cast<unsigned long long>(value));
+    };
     const auto text = [&](const std::string& value) {
       for (const char c : value) out += std::sprintf(out, "%02x", static_cast<unsigned>(static_cast<unsigned char>(c)));
       *out++ = ' ';
     };
     number(static_cast<uint64_t>(request.call));
     for (const std::string* each : {&request.table, &request.epoch, &request.client}) text(*each);
-    const auto kind = request.call == Call::kPull ? static_cast<uint64_t>(request.want) : static_cast<uint64_t>(request.kind);
-    for (const uint64_t each : {kind, request.request, request.done_before, request.ids, uint64_t{request.float32}}) number(each);
+    const auto kind =
+        request.call == Call::kPull ? static_cast<uint64_t>(request.want) : static_cast<uint64_t>(request.kind);
+    for (const uint64_t each : {kind, request.request, request.done_before, request.ids, uint64_t{request.float32}}) {
+      number(each);
+    }
     for (const uint64_t each : request.sizes) number(each);
     for (const TableIds& each : request.tables) {
       text(each.table);
@@ -157,23 +178,26 @@ RECSTORE_EXPORT void recstore_counts_delete(Counts* counts) { delete counts; }
 RECSTORE_EXPORT void recstore_counts_call(Counts* counts, const char* method, const char* outcome, double seconds) {
   counts->call(method, outcome, seconds);
 }
-RECSTORE_EXPORT void recstore_counts_ids(Counts* counts, const char* operation, const char* table, int64_t n) { counts->ids(operation, table, n); }
-RECSTORE_EXPORT void recstore_counts_each(Counts* counts, void (*visit)(const char*, const char*, const char*, double)) {
+RECSTORE_EXPORT void recstore_counts_ids(Counts* counts, const char* operation, const char* table, int64_t n) {
+  counts->ids(operation, table, n);
+}
+RECSTORE_EXPORT void recstore_counts_each(Counts* counts,
+                                          void (*visit)(const char*, const char*, const char*, double)) {
   counts->for_each([&](const char* kind, const std::string& one, const std::string& other, double value) {
     visit(kind, one.c_str(), other.c_str(), value);
   });
 }
 
 // api: what the op row_api of the core returns. Returns null if the core has another version of it.
-RECSTORE_EXPORT RowCalls* recstore_calls_new(int64_t api, Applied* applied, RunGate* gate, Replica* replica, Counts* counts,
-                                            uint64_t most_write_bytes, uint64_t most_write_ids) {
+RECSTORE_EXPORT RowCalls* recstore_calls_new(int64_t api, Applied* applied, RunGate* gate, Replica* replica,
+                                             Counts* counts, uint64_t most_write_bytes, uint64_t most_write_ids) {
   const auto* functions = reinterpret_cast<const recstore::RowApi*>(api);
   if (functions->version != recstore::kRowApiVersion) return nullptr;
   return new RowCalls(*functions, *applied, *gate, *replica, *counts, most_write_bytes, most_write_ids);
 }
 RECSTORE_EXPORT void recstore_calls_delete(RowCalls* calls) { delete calls; }
-RECSTORE_EXPORT void recstore_calls_add(RowCalls* calls, const char* name, int64_t table, int64_t group, int64_t dim, int64_t value_bytes,
-                                        double learning_rate) {
+RECSTORE_EXPORT void recstore_calls_add(RowCalls* calls, const char* name, int64_t table, int64_t group, int64_t dim,
+                                        int64_t value_bytes, double learning_rate) {
   calls->add({name, table, group, dim, value_bytes, learning_rate});
 }
 RECSTORE_EXPORT void recstore_calls_remove(RowCalls* calls, const char* name) { calls->remove(name); }
@@ -182,15 +206,18 @@ RECSTORE_EXPORT void recstore_calls_remove(RowCalls* calls, const char* name) { 
 RECSTORE_EXPORT double recstore_patience_s() { return kPatienceS; }
 RECSTORE_EXPORT double recstore_bytes_per_s() { return kBytesPerS; }
 
-RECSTORE_EXPORT RowServer* recstore_server_new(RowCalls* calls, Counts* counts, RequestMemory* memory, int threads, int64_t most_connections,
-                                               uint64_t most_write_bytes, NativeStatus* status) {
-  return guarded(status, [&] { return new RowServer(*calls, *counts, *memory, threads, most_connections, most_write_bytes); });
+RECSTORE_EXPORT RowServer* recstore_server_new(RowCalls* calls, Counts* counts, RequestMemory* memory, int threads,
+                                               int64_t most_connections, uint64_t most_write_bytes,
+                                               NativeStatus* status) {
+  return guarded(status,
+                 [&] { return new RowServer(*calls, *counts, *memory, threads, most_connections, most_write_bytes); });
 }
 RECSTORE_EXPORT void recstore_server_delete(RowServer* server) { delete server; }
 RECSTORE_EXPORT int recstore_server_listen(RowServer* server, const char* host, int port, NativeStatus* status) {
   return guarded(status, [&] { return server->listen(host, port); });
 }
-RECSTORE_EXPORT void recstore_server_listen_memory(RowServer* server, uint64_t segment_bytes, uint64_t packet_bytes, NativeStatus* status) {
+RECSTORE_EXPORT void recstore_server_listen_memory(RowServer* server, uint64_t segment_bytes, uint64_t packet_bytes,
+                                                   NativeStatus* status) {
   guarded(status, [&] { server->listen_memory(segment_bytes, packet_bytes); });
 }
 // Returns the name of this start of the server, which lives as long as the server.
@@ -201,15 +228,20 @@ RECSTORE_EXPORT void recstore_server_memory_offer(RowServer* server, char* out, 
   std::snprintf(out, size, "%s %s", name.c_str(), secret.c_str());
 }
 RECSTORE_EXPORT void recstore_server_set_token(RowServer* server, const char* token) { server->set_token(token); }
-RECSTORE_EXPORT void recstore_server_set_backup(RowServer* server, int backup, const char* secret) { server->set_backup(backup != 0, secret); }
-RECSTORE_EXPORT void recstore_server_set_tls(RowServer* server, const char* library, const char* cert, const char* key, const char* client_ca,
-                                             NativeStatus* status) {
+RECSTORE_EXPORT void recstore_server_set_backup(RowServer* server, int backup, const char* secret) {
+  server->set_backup(backup != 0, secret);
+}
+RECSTORE_EXPORT void recstore_server_set_tls(RowServer* server, const char* library, const char* cert, const char* key,
+                                             const char* client_ca, NativeStatus* status) {
   guarded(status, [&] { server->set_tls(tls_context(library, false, cert, key, client_ca)); });
 }
 RECSTORE_EXPORT int recstore_server_next(RowServer* server, PythonCall* call) { return server->next(*call) ? 1 : 0; }
-RECSTORE_EXPORT int recstore_server_reply(RowServer* server, int64_t connection, int code, const char* details, const char* error, const char* found,
-                                          uint64_t found_bytes, const char* rows, uint64_t rows_bytes, uint64_t deleted, int last) {
-  return server->reply(connection, {{code, details, error}, found_bytes, rows_bytes, deleted, last != 0}, found, rows) ? 1 : 0;
+RECSTORE_EXPORT int recstore_server_reply(RowServer* server, int64_t connection, int code, const char* details,
+                                          const char* error, const char* found, uint64_t found_bytes, const char* rows,
+                                          uint64_t rows_bytes, uint64_t deleted, int last) {
+  return server->reply(connection, {{code, details, error}, found_bytes, rows_bytes, deleted, last != 0}, found, rows)
+             ? 1
+             : 0;
 }
 RECSTORE_EXPORT void recstore_server_stop(RowServer* server, double seconds) { server->stop(seconds); }
 RECSTORE_EXPORT int64_t recstore_server_connections(RowServer* server) { return server->connections(); }

@@ -26,7 +26,9 @@ class Reader {
     return true;
   }
   // The number of the field; 0 if the type is not the expected one, which makes the field one that is not known.
-  uint64_t field(const char* types) const { return field_ < std::strlen(types) && types[field_] == '0' + static_cast<char>(type_) ? field_ : 0; }
+  uint64_t field(const char* types) const {
+    return field_ < std::strlen(types) && types[field_] == '0' + static_cast<char>(type_) ? field_ : 0;
+  }
 
   uint64_t number() { return varint(kVarint); }
   uint64_t enumeration() { return static_cast<uint32_t>(number()); }  // protobuf takes the lower bits

@@ -25,7 +25,8 @@ using Clock = std::chrono::steady_clock;
 constexpr uint64_t kMostQueued = uint64_t{1} << 30;  // bytes of writes that a backup has not got yet while it joins
 constexpr size_t kAtOnce = 64;                       // writes that are sent before their replies are read
 constexpr auto kReply = std::chrono::seconds(8);     // after which a backup that does not answer is lost
-constexpr auto kDecision = std::chrono::seconds(5);  // for which a write waits to learn whether the server may go on alone
+// For which a write waits to learn whether the server may go on alone.
+constexpr auto kDecision = std::chrono::seconds(5);
 constexpr uint32_t kMostReplyBytes = uint32_t{1} << 16;
 
 [[noreturn]] void fail(const char* what) { throw std::runtime_error(what); }
@@ -72,7 +73,9 @@ struct Replica::Socket {
     tls = context->stream(fd, host);
     if (tls == nullptr) fail("OpenSSL has no memory for a connection");
     const auto end = Clock::now() + kReply;
-    for (Io io = tls->connect(); io != Io::kDone; io = tls->connect()) wait(io, end, "the backup has refused the TLS connection");
+    for (Io io = tls->connect(); io != Io::kDone; io = tls->connect()) {
+      wait(io, end, "the backup has refused the TLS connection");
+    }
   }
 
   void send(std::vector<iovec> parts) {
@@ -237,7 +240,9 @@ void Replica::wait(uint64_t number) {
         changed_.wait(lock);
         break;
       case Role::kLost:
-        if (changed_.wait_until(lock, decision) == std::cv_status::timeout) unavailable("the server has lost its backup");
+        if (changed_.wait_until(lock, decision) == std::cv_status::timeout) {
+          unavailable("the server has lost its backup");
+        }
         break;
       case Role::kSynced: {
         if (acknowledged_ >= number) return;
@@ -264,7 +269,8 @@ void Replica::wait(uint64_t number) {
   }
 }
 
-void Replica::follow(const std::string& host, int port, const std::string& secret, const std::string& name, TlsContext* tls) {
+void Replica::follow(const std::string& host, int port, const std::string& secret, const std::string& name,
+                     TlsContext* tls) {
   auto socket = std::make_shared<Socket>();
   socket->connect(host, port, tls);
   // A backup of an earlier release has no name.
@@ -282,7 +288,9 @@ void Replica::follow(const std::string& host, int port, const std::string& secre
         // No write has its turn while the role changes: the ones before are all in the queue, and the next one is sent.
         const std::lock_guard<std::mutex> order(order_);
         const std::lock_guard<std::mutex> lock(mutex_);
-        if (role_ != Role::kJoining) fail("the server is not the primary any more, or has changed in another way than by writes");
+        if (role_ != Role::kJoining) {
+          fail("the server is not the primary any more, or has changed in another way than by writes");
+        }
         if (queue_.empty()) {
           socket_ = socket;
           acknowledged_ = sent_;

@@ -20,9 +20,9 @@ using Arrays = std::array<char*, 4>;
 
 // The writes of a server that has a backup, in one order, and the connection over which the backup gets them.
 //
-// A write has a turn, in which it is carried out and sent. So the backup gets all writes in the order in which they were
-// carried out. After its turn, the write waits until the backup has carried it out too. Which server is the primary, and
-// whether the backup may take over, is decided by Python: see pair.py.
+// A write has a turn, in which it is carried out and sent. So the backup gets all writes in the order in which they
+// were carried out. After its turn, the write waits until the backup has carried it out too. Which server is the
+// primary, and whether the backup may take over, is decided by Python: see pair.py.
 class Replica {
  public:
   enum class Role : int {
@@ -51,10 +51,10 @@ class Replica {
   // Waits until the backup, if there is one, has carried out the writes up to a number. Throws CallFailed.
   void wait(uint64_t number);
 
-  // Connects to the rows' port of a backup, and sends what has been sent since kJoining began, and more while writes come.
-  // Returns when the backup has everything; each write waits for it from then on. tls: null for no encryption. Throws
-  // std::runtime_error. The role is still kJoining then if the backup was not reached at this address, so that it can be
-  // called at another one; otherwise it is kAlone, unless it is another than kJoining.
+  // Connects to the rows' port of a backup, and sends what has been sent since kJoining began, and more while writes
+  // come. Returns when the backup has everything; each write waits for it from then on. tls: null for no encryption.
+  // Throws std::runtime_error. The role is still kJoining then if the backup was not reached at this address, so that
+  // it can be called at another one; otherwise it is kAlone, unless it is another than kJoining.
   void follow(const std::string& host, int port, const std::string& secret, const std::string& name, TlsContext* tls);
   // Notes that the backup has not done what the primary has done, or that it has not been reached.
   void lose();

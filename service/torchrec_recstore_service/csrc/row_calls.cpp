@@ -11,13 +11,15 @@ namespace recstore_service {
 namespace {
 
 constexpr int64_t kPartIds = int64_t{1} << 16;
-constexpr size_t kMostNameBytes = 1000;      // of tables in an error, about
+constexpr size_t kMostNameBytes = 1000;  // of tables in an error, about
 constexpr const char* kInvalid = "recstore invalid argument: ";
 constexpr const char* kNoMemory = "recstore out of memory: ";
 
 int64_t aligned(int64_t place) { return (place + 3) / 4 * 4; }
 
-std::string without(const std::string& text, const std::string& prefix) { return text.rfind(prefix, 0) == 0 ? text.substr(prefix.size()) : text; }
+std::string without(const std::string& text, const std::string& prefix) {
+  return text.rfind(prefix, 0) == 0 ? text.substr(prefix.size()) : text;
+}
 
 }  // namespace
 
@@ -82,7 +84,8 @@ std::vector<TableRef> RowCalls::tables_of(const RowRequest& request) {
     return true;
   };
   const bool all = request.tables.empty() ? add(request.table)
-                                          : std::all_of(request.tables.begin(), request.tables.end(), [&](const TableIds& each) { return add(each.table); });
+                                          : std::all_of(request.tables.begin(), request.tables.end(),
+                                                        [&](const TableIds& each) { return add(each.table); });
   if (!all) found.clear();
   return found;
 }
@@ -105,8 +108,8 @@ std::unique_ptr<Pull> RowCalls::pull(const RowRequest& request, const Arrays& ar
     }
     if (std::accumulate(counts.begin(), counts.end(), int64_t{0}) != n) return nullptr;
   }
-  return std::make_unique<Pull>(std::move(tables), std::move(counts), std::move(zeros), request.epoch, reinterpret_cast<const int64_t*>(arrays[0]),
-                                part_bytes);
+  return std::make_unique<Pull>(std::move(tables), std::move(counts), std::move(zeros), request.epoch,
+                                reinterpret_cast<const int64_t*>(arrays[0]), part_bytes);
 }
 
 void RowCalls::read(const Pull& pull, const Pull::Part& part, char* out) {
@@ -120,8 +123,8 @@ void RowCalls::read(const Pull& pull, const Pull::Part& part, char* out) {
     const int64_t n = piece.end - piece.begin;
     std::fill(out + place, out + aligned(place), '\0');  // no old bytes of the memory go to the client
     place = aligned(place);
-    rows.push_back({table.table, table.group, pull.ids_ + firsts[piece.table] + piece.begin, n, out + place, table.value_bytes != 4,
-                    pull.zeros_[piece.table], 0.0});
+    rows.push_back({table.table, table.group, pull.ids_ + firsts[piece.table] + piece.begin, n, out + place,
+                    table.value_bytes != 4, pull.zeros_[piece.table], 0.0});
     tables.push_back(pull.tables_[piece.table]);
     place += n * table.dim * table.value_bytes;
     counts_.ids("pull", table.name, n);
@@ -132,8 +135,8 @@ void RowCalls::read(const Pull& pull, const Pull::Part& part, char* out) {
   if (status != recstore::kRowsDone) fail(status, error, tables);
 }
 
-bool RowCalls::run(const RowRequest& request, const std::string& message, bool from_primary, const Arrays& arrays, RowReply& reply,
-                   std::vector<char>& found) {
+bool RowCalls::run(const RowRequest& request, const std::string& message, bool from_primary, const Arrays& arrays,
+                   RowReply& reply, std::vector<char>& found) {
   const std::vector<TableRef> tables = tables_of(request);
   if (tables.empty() || request.sizes[0] % 8 != 0 || !gate_.is_in(request.epoch)) return false;
   if (request.is_write()) return write(request, message, from_primary, tables, arrays, reply);
@@ -141,8 +144,8 @@ bool RowCalls::run(const RowRequest& request, const std::string& message, bool f
   const auto n = static_cast<int64_t>(request.sizes[0] / 8);
   found.resize(static_cast<size_t>(n));
   recstore::RowError error;
-  const int status =
-      api_.contains(tables[0]->table, reinterpret_cast<const int64_t*>(arrays[0]), n, reinterpret_cast<bool*>(found.data()), &error);
+  const int status = api_.contains(tables[0]->table, reinterpret_cast<const int64_t*>(arrays[0]), n,
+                                   reinterpret_cast<bool*>(found.data()), &error);
   if (status == recstore::kRowsClosed) return false;
   if (status != recstore::kRowsDone) fail(status, error, tables);
   check_still_in(request.epoch);
@@ -150,11 +153,13 @@ bool RowCalls::run(const RowRequest& request, const std::string& message, bool f
   return true;
 }
 
-bool RowCalls::write(const RowRequest& request, const std::string& message, bool from_primary, const std::vector<TableRef>& tables,
-                     const Arrays& arrays, RowReply& reply) {
+bool RowCalls::write(const RowRequest& request, const std::string& message, bool from_primary,
+                     const std::vector<TableRef>& tables, const Arrays& arrays, RowReply& reply) {
   const auto n = static_cast<int64_t>(request.sizes[0] / 8);
   const bool several = !request.tables.empty();
-  if (request.kind != Kind::kUpdate && (several || (request.kind != Kind::kPush && request.kind != Kind::kDelete))) return false;
+  if (request.kind != Kind::kUpdate && (several || (request.kind != Kind::kPush && request.kind != Kind::kDelete))) {
+    return false;
+  }
   if (request.bytes() > most_write_bytes_ || request.sizes[0] / 8 > most_write_ids_) return false;
   if (static_cast<uint64_t>(n) != request.ids || request.sizes[2] != 0 || request.sizes[3] != 0) return false;
   std::vector<recstore::RowsOfTable> rows;
@@ -168,8 +173,8 @@ bool RowCalls::write(const RowRequest& request, const std::string& message, bool
     if (rate.has_value() && !(std::isfinite(*rate) && *rate >= 0)) return false;
     const bool narrow = !request.float32 && table.value_bytes != 4;
     place = aligned(place);
-    rows.push_back({table.table, table.group, reinterpret_cast<const int64_t*>(arrays[0]) + first, count, arrays[1] + place, narrow, false,
-                    rate.value_or(table.learning_rate)});
+    rows.push_back({table.table, table.group, reinterpret_cast<const int64_t*>(arrays[0]) + first, count,
+                    arrays[1] + place, narrow, false, rate.value_or(table.learning_rate)});
     if (request.kind != Kind::kDelete) place += count * table.dim * (narrow ? table.value_bytes : 4);
     first += count;
   }
@@ -202,8 +207,8 @@ bool RowCalls::write(const RowRequest& request, const std::string& message, bool
   return true;
 }
 
-int RowCalls::apply(const RowRequest& request, const std::vector<TableRef>& tables, const std::vector<recstore::RowsOfTable>& rows, uint64_t& deleted,
-                    recstore::RowError& error) {
+int RowCalls::apply(const RowRequest& request, const std::vector<TableRef>& tables,
+                    const std::vector<recstore::RowsOfTable>& rows, uint64_t& deleted, recstore::RowError& error) {
   if (request.kind == Kind::kUpdate) return api_.update(rows.data(), static_cast<int64_t>(rows.size()), &error);
   if (request.kind == Kind::kPush) return api_.insert(rows.data(), &error);
   int64_t removed = 0;

@@ -64,7 +64,10 @@ RowRequest parse_request(const char* data, size_t size) {
   bool has_call = false;
   for (Reader reader(data, size); reader.next();) {
     const uint64_t field = reader.field("-22000022");
-    const Call call = field == 1 ? Call::kPull : field == 2 ? Call::kWrite : field == 7 ? Call::kDescribe : Call::kAttach;
+    const Call call = field == 1   ? Call::kPull
+                      : field == 2 ? Call::kWrite
+                      : field == 7 ? Call::kDescribe
+                                   : Call::kAttach;
     if (field == 1 || field == 2 || field == 7 || field == 8) {
       if (has_call && request.call != call) {  // the call replaces the one before; one of the same kind is added to it
         const auto sizes = request.sizes;

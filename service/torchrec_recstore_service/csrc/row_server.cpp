@@ -33,22 +33,24 @@ constexpr size_t kMostTokenBytes = 4096;
 constexpr size_t kMostNameBytes = 64;
 constexpr uint32_t kMostMessageBytes = uint32_t{1} << 20;
 constexpr uint64_t kMostPullBytes = uint64_t{8} << 22;
-constexpr size_t kChunk = size_t{1} << 16;      // bytes that are read at once before the size of a request is known
+constexpr size_t kChunk = size_t{1} << 16;  // bytes that are read at once before the size of a request is known
 constexpr size_t kAlignment = 64;
 constexpr int64_t kTcpPart = int64_t{1} << 19, kMemoryPart = int64_t{1} << 21;  // bytes of rows that are read at once
-constexpr int64_t kMostByMemory = 64;                        // connections
-constexpr const char* kCallNames[] = {"Write", "Pull", "Describe", "Attach"};  // of a Call, in the metrics
+constexpr int64_t kMostByMemory = 64;                                           // connections
+constexpr const char* kCallNames[] = {"Write", "Pull", "Describe", "Attach"};   // of a Call, in the metrics
 constexpr int64_t kListener = 0, kMemoryListener = -2;
 constexpr double kHelloS = 10, kMemoryS = 10, kDiscardS = 2;
-constexpr int kMostAccepted = 64;          // connections that a thread takes before it looks for other work
-constexpr int kMostDiscarded = 16;         // chunks, likewise
+constexpr int kMostAccepted = 64;   // connections that a thread takes before it looks for other work
+constexpr int kMostDiscarded = 16;  // chunks, likewise
 constexpr auto kWatchPause = std::chrono::milliseconds(25);
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::string random_text() {
   std::array<unsigned char, 16> bytes;
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) throw std::runtime_error("the system has no random numbers");
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
+    throw std::runtime_error("the system has no random numbers");
+  }
   std::string text;
   for (const unsigned char byte : bytes) {
     text += "0123456789abcdef"[byte >> 4];
@@ -75,7 +77,9 @@ enum class State { kShake, kHello, kMessage, kMemory, kBody, kRun, kPython, kRep
 
 bool same(const std::string& one, const std::string& other) {
   unsigned char difference = one.size() == other.size() ? 0 : 1;
-  for (size_t i = 0; i < one.size() && i < other.size(); ++i) difference |= static_cast<unsigned char>(one[i] ^ other[i]);
+  for (size_t i = 0; i < one.size() && i < other.size(); ++i) {
+    difference |= static_cast<unsigned char>(one[i] ^ other[i]);
+  }
   return difference == 0;
 }
 
@@ -90,10 +94,10 @@ struct Connection {
 
   int64_t number = 0;
   int fd = -1;
-  // What a thread does before it arms the connection happens before what the next thread does with it. The kernel sees to
-  // that; the memory model of C++, and so ThreadSanitizer, knows it of an atomic alone.
+  // What a thread does before it arms the connection happens before what the next thread does with it. The kernel sees
+  // to that; the memory model of C++, and so ThreadSanitizer, knows it of an atomic alone.
   std::atomic<bool> armed{false};
-  bool leaves = false;  // it was shut down to make room; guarded by the mutex of the server
+  bool leaves = false;     // it was shut down to make room; guarded by the mutex of the server
   bool by_memory = false;  // a socket of messages beside a segment of memory
   int memory = -1;         // the file of the segment
   char* segment = nullptr;
@@ -101,8 +105,8 @@ struct Connection {
   size_t written = 0;  // bytes of the segment that the replies of this call take
   std::unique_ptr<TlsStream> tls;
   std::atomic<State> state{State::kHello};
-  std::atomic<double> since{0};     // the time at which the present state began
-  std::atomic<uint64_t> moved{0};   // bytes that have been transferred in it
+  std::atomic<double> since{0};    // the time at which the present state began
+  std::atomic<uint64_t> moved{0};  // bytes that have been transferred in it
   std::string token;
   bool from_primary = false;
   std::string in;  // bytes that have arrived and were not used yet
@@ -142,7 +146,9 @@ struct Connection {
     return true;
   }
   Status unfit() const {
-    return {kInvalidArgument, "the arrays do not fit into the " + std::to_string(segment_bytes) + " bytes of the shared memory", "ValueError"};
+    return {kInvalidArgument,
+            "the arrays do not fit into the " + std::to_string(segment_bytes) + " bytes of the shared memory",
+            "ValueError"};
   }
   // Returns memory for a reply of so many bytes. Throws std::bad_alloc.
   char* reply_memory(size_t bytes) {
@@ -172,8 +178,14 @@ struct Connection {
   }
 };
 
-RowServer::RowServer(RowCalls& calls, Counts& counts, RequestMemory& memory, int threads, int64_t most_connections, uint64_t most_write_bytes)
-    : name_(random_text()), calls_(calls), counts_(counts), memory_(memory), most_connections_(most_connections), most_write_bytes_(most_write_bytes) {
+RowServer::RowServer(RowCalls& calls, Counts& counts, RequestMemory& memory, int threads, int64_t most_connections,
+                     uint64_t most_write_bytes)
+    : name_(random_text()),
+      calls_(calls),
+      counts_(counts),
+      memory_(memory),
+      most_connections_(most_connections),
+      most_write_bytes_(most_write_bytes) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) throw std::system_error(errno, std::generic_category());
@@ -321,7 +333,9 @@ void RowServer::accept() {
   for (int accepted = 0; accepted < kMostAccepted && !stopping_; ++accepted) {
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
-      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      }
       if (errno == ECONNABORTED || errno == EINTR) continue;
       return;
     }
@@ -363,7 +377,9 @@ void RowServer::accept_memory() {
     auto made = std::make_shared<Connection>();
     made->fd = accept4(memory_listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (made->fd < 0) {
-      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      }
       if (errno == ECONNABORTED || errno == EINTR) continue;
       return;
     }
@@ -383,7 +399,9 @@ void RowServer::accept_memory() {
     if (stopping_) continue;
     if (by_memory_ >= std::min<int64_t>(kMostByMemory, static_cast<int64_t>(memory_.limit() / segment_bytes_))) {
       for (const auto& [number, each] : connections_) {  // makes room for the next one
-        if (each->by_memory && each->state == State::kMessage && !same(each->token, token)) ::shutdown(each->fd, SHUT_RDWR);
+        if (each->by_memory && each->state == State::kMessage && !same(each->token, token)) {
+          ::shutdown(each->fd, SHUT_RDWR);
+        }
       }
       continue;
     }
@@ -407,7 +425,10 @@ void RowServer::make_room() {
   const auto rank = [](const Connection& c) { return std::make_pair(c.state == State::kMessage, c.since.load()); };
   for (const auto& [number, each] : connections_) {
     const State state = each->state;
-    if (each->by_memory || each->leaves || (state != State::kShake && state != State::kHello && state != State::kMessage)) continue;
+    if (each->by_memory || each->leaves ||
+        (state != State::kShake && state != State::kHello && state != State::kMessage)) {
+      continue;
+    }
     if (oldest == nullptr || rank(*each) < rank(*oldest)) oldest = each;
   }
   if (oldest == nullptr) return;
@@ -520,13 +541,17 @@ RowServer::Step RowServer::hello(Connection& c) {
   // The secret of a primary is for this server alone. A primary of an earlier release knows no name of its backup.
   const bool is_known = version == kVersion || (version == kUnnamedVersion && c.from_primary);
   if (!is_known) {
-    const std::string versions = "version " + std::to_string(version) + " of the protocol for rows, the server version " + std::to_string(kVersion);
-    return refuse(c, {kFailedPrecondition, "the client speaks " + versions + ": install the same release on both", ""}, true);
+    const std::string versions = "version " + std::to_string(version) +
+                                 " of the protocol for rows, the server version " + std::to_string(kVersion);
+    return refuse(c, {kFailedPrecondition, "the client speaks " + versions + ": install the same release on both", ""},
+                  true);
   }
   // A wrong server may have another token, and says before that it is the wrong one.
   if (!name.empty() && name != name_) {
     const std::string given = is_utf8(name.data(), name.size()) ? name : "?";
-    return refuse(c, {kFailedPrecondition, "the connection is for the server " + given + " and has reached another server", ""}, true);
+    return refuse(
+        c, {kFailedPrecondition, "the connection is for the server " + given + " and has reached another server", ""},
+        true);
   }
   const Status refused = check(c);
   if (refused.code != kOk) return refuse(c, refused, true);
@@ -537,8 +562,8 @@ RowServer::Step RowServer::hello(Connection& c) {
   return Step::kAgain;
 }
 
-// Sends the client the file of a new segment, whose size neither side can change: a process that could make it smaller could
-// end the other one, at its next access, by a signal.
+// Sends the client the file of a new segment, whose size neither side can change: a process that could make it smaller
+// could end the other one, at its next access, by a signal.
 RowServer::Step RowServer::hello_memory(Connection& c) {
   std::array<char, 256> secret;
   const ssize_t n = recv(c.fd, secret.data(), secret.size(), 0);
@@ -550,7 +575,8 @@ RowServer::Step RowServer::hello_memory(Connection& c) {
   }
   const int file = memfd_create("recstore", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   void* memory = MAP_FAILED;
-  if (file >= 0 && ftruncate(file, static_cast<off_t>(segment_bytes_)) == 0 && fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0) {
+  if (file >= 0 && ftruncate(file, static_cast<off_t>(segment_bytes_)) == 0 &&
+      fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0) {
     memory = mmap(nullptr, segment_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   }
   if (memory == MAP_FAILED) {
@@ -589,7 +615,9 @@ RowServer::Step RowServer::packet(Connection& c) {
   if (n < 0 && (errno == EAGAIN || errno == EINTR)) return Step::kWaitRead;
   if (n <= 0) return Step::kEnd;
   if (n > static_cast<ssize_t>(packet_bytes_)) {
-    return refuse(c, {kInvalidArgument, "a message may have at most " + std::to_string(packet_bytes_) + " bytes", "ValueError"}, false);
+    return refuse(
+        c, {kInvalidArgument, "a message may have at most " + std::to_string(packet_bytes_) + " bytes", "ValueError"},
+        false);
   }
   c.message.assign(bytes.data(), static_cast<size_t>(n));
   return Step::kAgain;
@@ -601,7 +629,9 @@ RowServer::Step RowServer::framed(Connection& c) {
   if (step != Step::kAgain) return step;
   uint32_t size;
   std::memcpy(&size, c.in.data(), 4);
-  if (size > kMostMessageBytes) return refuse(c, {kInvalidArgument, "a message may have at most 1048576 bytes", "ValueError"}, true);
+  if (size > kMostMessageBytes) {
+    return refuse(c, {kInvalidArgument, "a message may have at most 1048576 bytes", "ValueError"}, true);
+  }
   step = fill(c, 4 + size_t{size});
   if (step != Step::kAgain) return step;
   c.message = c.in.substr(4, size);
@@ -630,14 +660,17 @@ RowServer::Step RowServer::message(Connection& c) {
   const uint64_t most = !c.request.is_write() ? kMostPullBytes : memory_is_less ? memory_.limit() : most_write_bytes_;
   const auto& sizes = c.request.sizes;
   if (c.by_memory && !c.fit({sizes[0], sizes[1], sizes[2], sizes[3]})) return refuse(c, c.unfit(), false);
-  if ((c.by_memory && !c.request.is_write()) || (bytes <= most && *std::max_element(sizes.begin(), sizes.end()) <= most)) {  // no overflow
+  // No overflow.
+  if ((c.by_memory && !c.request.is_write()) ||
+      (bytes <= most && *std::max_element(sizes.begin(), sizes.end()) <= most)) {
     c.enter(State::kMemory);
     return Step::kAgain;
   }
   const std::string what = !c.request.is_write() ? "a read may have at most 4194304 ids"
-                           : memory_is_less  ? "a request may have at most " + std::to_string(most) + " bytes (--max-request-memory)"
-                                             : "a write may have at most " + std::to_string(most / 128) + " ids and " + std::to_string(most) +
-                                                   " bytes (--max-write)";
+                           : memory_is_less
+                               ? "a request may have at most " + std::to_string(most) + " bytes (--max-request-memory)"
+                               : "a write may have at most " + std::to_string(most / 128) + " ids and " +
+                                     std::to_string(most) + " bytes (--max-write)";
   return refuse(c, {kInvalidArgument, what + ": split it", "ValueError"}, !c.by_memory);
 }
 
@@ -645,7 +678,9 @@ RowServer::Step RowServer::memory(Connection& c) {
   const uint64_t bytes = c.request.bytes();
   if (!memory_.take(bytes)) {
     if (now() - c.since > kMemoryS || stopping_) {
-      return refuse(c, {kUnavailable, "the running requests of all clients take --max-request-memory: repeat the call", ""}, !c.by_memory);
+      return refuse(
+          c, {kUnavailable, "the running requests of all clients take --max-request-memory: repeat the call", ""},
+          !c.by_memory);
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!memory_.take(bytes)) {  // what is given back from now on wakes the connection
@@ -657,7 +692,8 @@ RowServer::Step RowServer::memory(Connection& c) {
   const auto& sizes = c.request.sizes;
   const bool in_segment = c.by_memory && calls_.reads_once(c.request);  // the gradients of an update are only added
   try {
-    c.arrays = new_buffer(rounded(sizes[0]) + (in_segment ? 0 : rounded(sizes[1])) + rounded(sizes[2]) + rounded(sizes[3]));
+    c.arrays =
+        new_buffer(rounded(sizes[0]) + (in_segment ? 0 : rounded(sizes[1])) + rounded(sizes[2]) + rounded(sizes[3]));
   } catch (const std::bad_alloc&) {
     return refuse(c, {kResourceExhausted, "out of memory", "MemoryError"}, !c.by_memory);
   }
@@ -704,7 +740,8 @@ RowServer::Step RowServer::body(Connection& c) {
 RowServer::Step RowServer::run(Connection& c) {
   c.enter(State::kRun);
   try {
-    if (c.request.call == Call::kPull && (c.pull = calls_.pull(c.request, c.at, c.by_memory ? kMemoryPart : kTcpPart)) != nullptr) {
+    if (c.request.call == Call::kPull &&
+        (c.pull = calls_.pull(c.request, c.at, c.by_memory ? kMemoryPart : kTcpPart)) != nullptr) {
       if (c.by_memory && static_cast<uint64_t>(c.pull->bytes()) > c.segment_bytes) return refuse(c, c.unfit(), false);
       c.enter(State::kReply);
       return Step::kAgain;
@@ -899,7 +936,8 @@ bool RowServer::reply(int64_t number, const RowReply& asked, const char* found, 
   if (reply.status.code != kOk) c.outcome = reply.status.error.empty() ? "refused" : reply.status.error;
   const std::string message = reply.serialized();
   const auto size = static_cast<uint32_t>(message.size());
-  const size_t beside = c.by_memory ? 0 : 1;  // a message by shared memory has its size, and the arrays lie in the segment
+  // A message by shared memory has its size, and the arrays lie in the segment.
+  const size_t beside = c.by_memory ? 0 : 1;
   const std::pair<const char*, size_t> parts[] = {{reinterpret_cast<const char*>(&size), 4 * beside},
                                                   {message.data(), message.size()},
                                                   {found, beside * reply.found},
@@ -930,8 +968,8 @@ bool RowServer::reply(int64_t number, const RowReply& asked, const char* found, 
   return true;
 }
 
-// Ends what keeps others waiting: connections that do not begin, and clients that are late while others wait for memory or
-// for Python. All other calls, too, take memory from the same RequestMemory.
+// Ends what keeps others waiting: connections that do not begin, and clients that are late while others wait for memory
+// or for Python. All other calls, too, take memory from the same RequestMemory.
 void RowServer::watch() {
   uint64_t refusals = memory_.refusals();
   double refused = -kPatienceS;
@@ -965,7 +1003,8 @@ void RowServer::watch() {
 
 int64_t RowServer::waiting() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return std::count_if(connections_.begin(), connections_.end(), [](const auto& each) { return each.second->state == State::kMemory; });
+  return std::count_if(connections_.begin(), connections_.end(),
+                       [](const auto& each) { return each.second->state == State::kMemory; });
 }
 
 int64_t RowServer::connections() {
@@ -982,7 +1021,7 @@ int64_t RowServer::memory_bytes() {
   const std::lock_guard<std::mutex> lock(mutex_);
   int64_t bytes = 0;
   for (const auto& [number, each] : connections_) {
-    struct stat about {};
+    struct stat about{};
     if (each->memory >= 0 && fstat(each->memory, &about) == 0) bytes += 512 * about.st_blocks;
   }
   return bytes;

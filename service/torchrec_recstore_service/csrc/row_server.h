@@ -62,22 +62,23 @@ constexpr double kPatienceS = 0.25;     // the time for which a full server wait
 constexpr double kBytesPerS = 1 << 20;  // the bytes that a call must at least transfer in a second, in the long run
 
 // Takes the calls on rows of clients, each of which has a TCP connection for one call at a time. The first bytes of a
-// connection are "RECSTORE", the version of the protocol for rows (uint32), the sizes of the token and of the name of the
-// server that the connection is for (uint32), the token, and the name, or no name for a connection to any server. The
-// server answers with a reply that names it, and refuses a connection for another server. A request is the size of a
-// SegmentRequest (uint32), the SegmentRequest, and its arrays one after the other. A reply is the size of a SegmentReply,
-// the SegmentReply, and its arrays. Numbers are little-endian.
+// connection are "RECSTORE", the version of the protocol for rows (uint32), the sizes of the token and of the name of
+// the server that the connection is for (uint32), the token, and the name, or no name for a connection to any server.
+// The server answers with a reply that names it, and refuses a connection for another server. A request is the size of
+// a SegmentRequest (uint32), the SegmentRequest, and its arrays one after the other. A reply is the size of a
+// SegmentReply, the SegmentReply, and its arrays. Numbers are little-endian.
 //
 // Clients of the same host and user share memory with the server instead, which has the arrays of requests and replies:
-// see SegmentRequest in recstore.proto. A client can change them at any time. Ids are therefore copied before they are used;
-// the values of rows can be anything.
+// see SegmentRequest in recstore.proto. A client can change them at any time. Ids are therefore copied before they are
+// used; the values of rows can be anything.
 //
 // A thread never waits for a client: any thread goes on with a connection that has something to do. So a slow client
 // takes no thread, and only as much memory as its request.
 class RowServer {
  public:
   // threads: the calls that run at the same time. Throws std::system_error.
-  RowServer(RowCalls& calls, Counts& counts, RequestMemory& memory, int threads, int64_t most_connections, uint64_t most_write_bytes);
+  RowServer(RowCalls& calls, Counts& counts, RequestMemory& memory, int threads, int64_t most_connections,
+            uint64_t most_write_bytes);
   // No thread may be in next() or reply(), or have a call of next(), any more.
   ~RowServer();
 
@@ -104,8 +105,8 @@ class RowServer {
   // ended then. found and rows: the arrays, of the sizes in the reply.
   bool reply(int64_t connection, const RowReply& reply, const char* found, const char* rows);
 
-  // Takes no more calls, waits for the running ones, and ends all connections after `seconds` at the latest. The calls that
-  // next() has returned can be answered until the destructor runs.
+  // Takes no more calls, waits for the running ones, and ends all connections after `seconds` at the latest. The calls
+  // that next() has returned can be answered until the destructor runs.
   void stop(double seconds);
 
   // The numbers of connections by TCP, and by shared memory.

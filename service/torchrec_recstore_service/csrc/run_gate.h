@@ -11,8 +11,8 @@
 
 namespace recstore_service {
 
-// The run of a server, which calls on tables must name, and a gate that lets many changes of rows in at the same time, or
-// one change of the tables alone.
+// The run of a server, which calls on tables must name, and a gate that lets many changes of rows in at the same time,
+// or one change of the tables alone.
 class RunGate {
  public:
   // label: empty if the server answers no call on tables.
@@ -20,11 +20,13 @@ class RunGate {
     const std::lock_guard<std::mutex> lock(mutex_);
     label_ = std::move(label);
   }
-  // Sets the time in seconds, by steady_clock, from which the server does not answer calls on tables any more, because its
-  // lease ends: another server may be the primary then. Default: never.
+  // Sets the time in seconds, by steady_clock, from which the server does not answer calls on tables any more, because
+  // its lease ends: another server may be the primary then. Default: never.
   void set_end(double seconds) { end_ = seconds; }
   bool has_ended() const { return now() >= end_; }
-  static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
 
   // Whether the server is in a run.
   bool is_in(const std::string& run) {

@@ -38,7 +38,9 @@ class CallFailed : public std::exception {
 // What a server of a pair answers that is not the primary. See NOT_PRIMARY in protocol.py.
 inline Status not_primary() { return {kUnavailable, "the server is not the primary of its pair", "NotPrimaryError"}; }
 
-[[noreturn]] inline void invalid(std::string details) { throw CallFailed({kInvalidArgument, std::move(details), "ValueError"}); }
+[[noreturn]] inline void invalid(std::string details) {
+  throw CallFailed({kInvalidArgument, std::move(details), "ValueError"});
+}
 [[noreturn]] inline void unavailable(std::string details) { throw CallFailed({kUnavailable, std::move(details), ""}); }
 
 }  // namespace recstore_service

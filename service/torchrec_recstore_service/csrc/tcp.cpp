@@ -17,7 +17,9 @@ namespace recstore_service {
 int tcp_socket(const std::string& host, int port, int timeout_ms) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
-  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) throw std::runtime_error("the host has no address");
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
+    throw std::runtime_error("the host has no address");
+  }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
   int error = EADDRNOTAVAIL;
   for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
@@ -27,7 +29,9 @@ int tcp_socket(const std::string& host, int port, int timeout_ms) {
     if (error == EINPROGRESS) {
       pollfd ready{fd, POLLOUT, 0};
       socklen_t size = sizeof error;
-      if (::poll(&ready, 1, timeout_ms) != 1 || getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = ETIMEDOUT;
+      if (::poll(&ready, 1, timeout_ms) != 1 || getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) {
+        error = ETIMEDOUT;
+      }
     }
     if (error == 0) {
       const int on = 1;

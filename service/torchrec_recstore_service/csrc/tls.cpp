@@ -59,7 +59,9 @@ struct OpenSsl {
     for (const std::string& name : std::initializer_list<std::string>{path, "libssl.so.3", "libssl.so.1.1"}) {
       if (!name.empty() && library == nullptr) library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
     }
-    if (library == nullptr) throw std::runtime_error("OpenSSL's libssl.so.3 is not on this machine: install the package libssl3");
+    if (library == nullptr) {
+      throw std::runtime_error("OpenSSL's libssl.so.3 is not on this machine: install the package libssl3");
+    }
     auto loaded = std::make_unique<OpenSsl>();
     const auto load = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
@@ -98,7 +100,8 @@ struct OpenSsl {
 
 class Stream final : public TlsStream {
  public:
-  Stream(const OpenSsl& ssl, std::shared_ptr<TlsContext> context, SSL* state) : ssl_(ssl), context_(std::move(context)), state_(state) {}
+  Stream(const OpenSsl& ssl, std::shared_ptr<TlsContext> context, SSL* state)
+      : ssl_(ssl), context_(std::move(context)), state_(state) {}
   ~Stream() override { ssl_.SSL_free(state_); }
 
   Io accept() override {
@@ -166,7 +169,8 @@ class Context final : public TlsContext, public std::enable_shared_from_this<Con
     ssl_.SSL_set_fd(state, fd);
     if (host.empty()) return stream;
     in6_addr address;
-    const bool number = inet_pton(AF_INET, host.c_str(), &address) == 1 || inet_pton(AF_INET6, host.c_str(), &address) == 1;
+    const bool number =
+        inet_pton(AF_INET, host.c_str(), &address) == 1 || inet_pton(AF_INET6, host.c_str(), &address) == 1;
     if (number && ssl_.X509_VERIFY_PARAM_set1_ip_asc(ssl_.SSL_get0_param(state), host.c_str()) != 1) return nullptr;
     if (number) return stream;
     if (ssl_.SSL_set1_host(state, host.c_str()) != 1) return nullptr;
@@ -181,7 +185,8 @@ class Context final : public TlsContext, public std::enable_shared_from_this<Con
 
 }  // namespace
 
-std::shared_ptr<TlsContext> tls_context(const std::string& library, bool client, const std::string& cert, const std::string& key, const std::string& ca) {
+std::shared_ptr<TlsContext> tls_context(const std::string& library, bool client, const std::string& cert,
+                                        const std::string& key, const std::string& ca) {
   return std::make_shared<Context>(OpenSsl::of(library), client, cert, key, ca);
 }
 

@@ -27,9 +27,10 @@ class TlsContext {
   virtual std::unique_ptr<TlsStream> stream(int fd, const std::string& host = "") = 0;
 };
 
-// Returns a context for PEM files that Python has checked. client: whether it is for the side that connects. cert, key: its
-// own, or empty for a client without. ca: empty, or the authorities of the other side's certificates. library: the path of
-// OpenSSL's libssl, or empty to look for it. Throws std::runtime_error.
-std::shared_ptr<TlsContext> tls_context(const std::string& library, bool client, const std::string& cert, const std::string& key, const std::string& ca);
+// Returns a context for PEM files that Python has checked. client: whether it is for the side that connects. cert, key:
+// its own, or empty for a client without. ca: empty, or the authorities of the other side's certificates. library: the
+// path of OpenSSL's libssl, or empty to look for it. Throws std::runtime_error.
+std::shared_ptr<TlsContext> tls_context(const std::string& library, bool client, const std::string& cert,
+                                        const std::string& key, const std::string& ca);
 
 }  // namespace recstore_service

@@ -4,8 +4,8 @@
 //   std::vector<float> rows = client.pull("user", {7, -1});  // (2, dim)
 //   client.update("user", {7, -1}, gradients);               // the servers apply the table's optimizer
 //
-// It needs C++17, gRPC and protobuf, and the code that protoc generates from torchrec_recstore_service/wire/recstore.proto. See
-// docs/service.md, "Programs in C++", and examples/service_cpp.
+// It needs C++17, gRPC and protobuf, and the code that protoc generates from
+// torchrec_recstore_service/wire/recstore.proto. See docs/service.md, "Programs in C++", and examples/service_cpp.
 #pragma once
 
 #include <google/protobuf/util/message_differencer.h>
@@ -41,12 +41,12 @@ struct TableInfo {
   std::string dtype;  // the type in which the servers store rows: "float32", "float16", "bfloat16" or "int8"
 };
 
-// A client of the servers of a set. Several threads may call one client at the same time. A client belongs to the process
-// that has made it: make a client in each process.
+// A client of the servers of a set. Several threads may call one client at the same time. A client belongs to the
+// process that has made it: make a client in each process.
 //
 // A call goes to all servers at the same time. It is repeated as long as a server cannot be reached, for timeout_s in
-// total. Writes are numbered, and a server does not apply a number twice. A write that fails on one server may have been
-// applied on others. All methods throw Error.
+// total. Writes are numbered, and a server does not apply a number twice. A write that fails on one server may have
+// been applied on others. All methods throw Error.
 class Client {
   using Connection = detail::Connection;
   using Part = detail::Part;
@@ -57,7 +57,9 @@ class Client {
   // that is replicated.
   explicit Client(std::vector<std::string> servers, Options options = {}) : process_(getpid()), name_(new_name()) {
     detail::check(servers, options);
-    for (std::string& address : servers) connections_.push_back(std::make_unique<detail::Connection>(std::move(address), options));
+    for (std::string& address : servers) {
+      connections_.push_back(std::make_unique<detail::Connection>(std::move(address), options));
+    }
   }
 
   Client(const Client&) = delete;
@@ -72,16 +74,25 @@ class Client {
       const bool has_written = requests_ > 0;
       lock.unlock();
       const std::string epoch = join(table, !has_written, &states)->epoch;
-      if (epoch != detail::label_of(states[0]))
-        check_nothing_lost(Error("ServerRestartedError", "", table, "the servers " + addresses() + " have begun another epoch"), has_written);
+      if (epoch != detail::label_of(states[0])) {
+        check_nothing_lost(
+            Error("ServerRestartedError", "", table, "the servers " + addresses() + " have begun another epoch"),
+            has_written);
+      }
     }
     std::vector<size_t> lacking;
-    for (size_t i = 0; i < states.size(); ++i)
-      if (states[i].tables().count(table) == 0) lacking.push_back(i);
-    if (lacking.size() == states.size())
+    for (size_t i = 0; i < states.size(); ++i) {
+      if (states[i].tables().count(table) == 0) {
+        lacking.push_back(i);
+      }
+    }
+    if (lacking.size() == states.size()) {
       throw Error("ValueError", "", table, "there is no table '" + table + "' on the servers " + addresses());
-    if (!lacking.empty())
-      throw connections_[lacking[0]]->error("ValueError", table, " is missing, but other servers have the table: call init_data again");
+    }
+    if (!lacking.empty()) {
+      throw connections_[lacking[0]]->error("ValueError", table,
+                                            " is missing, but other servers have the table: call init_data again");
+    }
     TableInfo info;
     for (size_t i = 0; i < states.size(); ++i) info = checked(table, states[i], i);
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -95,14 +106,15 @@ class Client {
     const int bits = info.dtype == "float16" || info.dtype == "bfloat16" ? 16 : 32;
     const bool brain = info.dtype == "bfloat16";
     const int64_t dim = info.dim;
-    read(table, detail::pb::PullHeader::ROWS, ids, n, static_cast<size_t>(dim * bits / 8), [=](const char* entry, int64_t place) {
-      float* row = rows + place * dim;
-      if (bits == 32) {
-        std::memcpy(row, entry, static_cast<size_t>(dim) * 4);
-      } else {
-        for (int64_t i = 0; i < dim; ++i) row[i] = detail::of_16_bits(entry + 2 * i, brain);
-      }
-    });
+    read(table, detail::pb::PullHeader::ROWS, ids, n, static_cast<size_t>(dim * bits / 8),
+         [=](const char* entry, int64_t place) {
+           float* row = rows + place * dim;
+           if (bits == 32) {
+             std::memcpy(row, entry, static_cast<size_t>(dim) * 4);
+           } else {
+             for (int64_t i = 0; i < dim; ++i) row[i] = detail::of_16_bits(entry + 2 * i, brain);
+           }
+         });
   }
 
   // The same. Returns (n, dim), row after row.
@@ -133,8 +145,8 @@ class Client {
     push(table, ids.data(), static_cast<int64_t>(ids.size()), rows.data());
   }
 
-  // Applies the table's optimizer to the rows of ids (n,), with gradients (n, dim). Makes the rows that are missing. The
-  // gradients of equal ids are added. One call is one step of the table, and a server takes up to 128 MiB of it.
+  // Applies the table's optimizer to the rows of ids (n,), with gradients (n, dim). Makes the rows that are missing.
+  // The gradients of equal ids are added. One call is one step of the table, and a server takes up to 128 MiB of it.
   void update(const std::string& table, const int64_t* ids, int64_t n, const float* gradients) {
     write(table, detail::pb::WriteHeader::UPDATE, ids, n, gradients);
   }
@@ -155,9 +167,9 @@ class Client {
  private:
   // The state of the set that calls are for.
   struct Joined {
-    std::string epoch;                // its label
-    std::vector<std::string> runs;    // the run of each server
-    std::vector<uint32_t> owners;     // for each slot, the index of the connection to the server of its ids
+    std::string epoch;              // its label
+    std::vector<std::string> runs;  // the run of each server
+    std::vector<uint32_t> owners;   // for each slot, the index of the connection to the server of its ids
 
     std::string run(size_t i) const { return epoch + "/" + runs[i]; }  // the name of a run in calls
   };
@@ -246,11 +258,17 @@ class Client {
       }
       auto joined = std::make_shared<Joined>();
       joined->epoch = detail::label_of(states[0]);
-      for (size_t i = 0; known && i < states.size(); ++i)
-        if (detail::has_lost(states[i], known->epoch, known->runs[i]))
-          throw connections_[i]->error("ServerRestartedError", table, " has older rows than this client has seen, because its data directory was rolled back or is a copy: only a new client continues with them");
+      for (size_t i = 0; known && i < states.size(); ++i) {
+        if (detail::has_lost(states[i], known->epoch, known->runs[i])) {
+          throw connections_[i]->error("ServerRestartedError", table,
+                                       " has older rows than this client has seen, because its data directory was "
+                                       "rolled back or is a copy: only a new client continues with them");
+        }
+      }
       try {
-        for (size_t i = 0; i < states.size(); ++i) joined->runs.push_back(states[i].waits() ? resume(table, states[i], i) : detail::run_of(states[i]));
+        for (size_t i = 0; i < states.size(); ++i) {
+          joined->runs.push_back(states[i].waits() ? resume(table, states[i], i) : detail::run_of(states[i]));
+        }
       } catch (const Error& error) {  // another client has begun an epoch or resumed a server meanwhile
         if (left == 0 || error.kind() != "ServerRestartedError") throw;
         continue;
@@ -260,16 +278,19 @@ class Client {
       for (const uint32_t member : states[0].slots()) joined->owners.push_back(index.at(member));
       if (described != nullptr) *described = std::move(states);
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (joined_ && joined_->owners != joined->owners)  // calls in progress have split their ids by the map of slots
-        throw Error("ServerSetError", "", table, "the rows of the servers " + addresses() + " were distributed anew: make a new client");
+      if (joined_ && joined_->owners != joined->owners) {  // calls in progress have split their ids by the map of slots
+        throw Error("ServerSetError", "", table,
+                    "the rows of the servers " + addresses() + " were distributed anew: make a new client");
+      }
       if (joined_ && joined_->epoch != joined->epoch && !follow) return joined_;
       return joined_ = joined;
     }
   }
 
   static bool same(const States& one, const States& other) {
-    return std::equal(one.begin(), one.end(), other.begin(), other.end(),
-                      [](const auto& a, const auto& b) { return google::protobuf::util::MessageDifferencer::Equals(a, b); });
+    return std::equal(one.begin(), one.end(), other.begin(), other.end(), [](const auto& a, const auto& b) {
+      return google::protobuf::util::MessageDifferencer::Equals(a, b);
+    });
   }
 
   // Lets a server that was stopped go on in its epoch. Returns its next run.
@@ -324,19 +345,29 @@ class Client {
   TableInfo checked(const std::string& table, const detail::pb::DescribeReply& state, size_t i) const {
     const detail::Spec spec = detail::spec_of(state.tables().at(table));
     const auto n = static_cast<int64_t>(connections_.size());
-    if (spec.dim < 1) throw connections_[i]->error("ServiceError", table, ": the specification of the table cannot be read");
-    if (spec.shard != state.member() || spec.shards != n)
-      throw connections_[i]->error("ValueError", table, " holds part " + std::to_string(spec.shard + 1) + " of " + std::to_string(spec.shards) +
-                                       ", and is server " + std::to_string(state.member() + 1) + " of " + std::to_string(n) + " in its set");
-    if (spec.dtype != "float32" && spec.dtype != "float16" && spec.dtype != "bfloat16" && spec.dtype != "int8")
-      throw connections_[i]->error("ValueError", table, " has rows of the type " + spec.dtype + ", which this client does not know");
+    if (spec.dim < 1) {
+      throw connections_[i]->error("ServiceError", table, ": the specification of the table cannot be read");
+    }
+    if (spec.shard != state.member() || spec.shards != n) {
+      throw connections_[i]->error("ValueError", table,
+                                   " holds part " + std::to_string(spec.shard + 1) + " of " +
+                                       std::to_string(spec.shards) + ", and is server " +
+                                       std::to_string(state.member() + 1) + " of " + std::to_string(n) + " in its set");
+    }
+    if (spec.dtype != "float32" && spec.dtype != "float16" && spec.dtype != "bfloat16" && spec.dtype != "int8") {
+      throw connections_[i]->error("ValueError", table,
+                                   " has rows of the type " + spec.dtype + ", which this client does not know");
+    }
     return {spec.dim, spec.dtype};
   }
 
   void check_size(const std::string& table, const char* name, size_t ids, size_t values) {
     const auto dim = static_cast<size_t>(known(table).dim);
-    if (values != ids * dim)
-      throw Error("ValueError", "", table, "table '" + table + "': " + name + " must have " + std::to_string(ids) + " x " + std::to_string(dim) + " values, got " + std::to_string(values));
+    if (values != ids * dim) {
+      throw Error("ValueError", "", table,
+                  "table '" + table + "': " + name + " must have " + std::to_string(ids) + " x " + std::to_string(dim) +
+                      " values, got " + std::to_string(values));
+    }
   }
 
   Split split(const Joined& joined, const int64_t* ids, int64_t n) const {
@@ -357,8 +388,10 @@ class Client {
     for (size_t s = 0; s < servers; ++s) begins[s + 1] += begins[s];
     made.ids.resize(all);
     made.places.resize(all);
-    for (size_t s = 0; s < servers; ++s)
-      made.parts.push_back({made.ids.data() + begins[s], static_cast<int64_t>(begins[s + 1] - begins[s]), made.places.data() + begins[s]});
+    for (size_t s = 0; s < servers; ++s) {
+      made.parts.push_back({made.ids.data() + begins[s], static_cast<int64_t>(begins[s + 1] - begins[s]),
+                            made.places.data() + begins[s]});
+    }
     for (size_t i = 0; i < all; ++i) {
       const size_t place = begins[owner[i]]++;
       made.ids[place] = ids[i];
@@ -368,7 +401,8 @@ class Client {
   }
 
   template <class Put>
-  void read(const std::string& table, detail::pb::PullHeader::Want want, const int64_t* ids, int64_t n, size_t entry_bytes, const Put& put) {
+  void read(const std::string& table, detail::pb::PullHeader::Want want, const int64_t* ids, int64_t n,
+            size_t entry_bytes, const Put& put) {
     check_call(table, n);
     const auto attempt = [&](const Joined& now) {
       const Split parts = split(now, ids, n);
@@ -392,7 +426,8 @@ class Client {
     in_runs(table, attempt);  // all rows again, so that they are of one epoch
   }
 
-  int64_t write(const std::string& table, detail::pb::WriteHeader::Kind kind, const int64_t* ids, int64_t n, const float* rows) {
+  int64_t write(const std::string& table, detail::pb::WriteHeader::Kind kind, const int64_t* ids, int64_t n,
+                const float* rows) {
     const int64_t dim = known(table).dim;
     check_call(table, n);
     const Number number(*this);
@@ -452,8 +487,10 @@ class Client {
 
   // Throws the error of a client whose writes may be lost, for the error of a server that is in another epoch.
   static void check_nothing_lost(const Error& error, bool has_written) {
-    if (has_written)
-      throw Error(error.kind(), error.server(), error.table(), std::string(error.what()) + "; this client's writes are lost: continue with a new client");
+    if (has_written) {
+      throw Error(error.kind(), error.server(), error.table(),
+                  std::string(error.what()) + "; this client's writes are lost: continue with a new client");
+    }
   }
 
   const pid_t process_;

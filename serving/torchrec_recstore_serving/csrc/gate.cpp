@@ -47,7 +47,9 @@ Gate::Change::Change(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {
 }
 
 void Gate::Change::commit() {
-  if (gate_->held() != nullptr) throw InvalidArgument("this thread holds the model: release it before a delta is applied");
+  if (gate_->held() != nullptr) {
+    throw InvalidArgument("this thread holds the model: release it before a delta is applied");
+  }
   std::unique_lock<std::mutex> lock(gate_->mutex_);
   gate_->committing_ = true;
   wait_for(gate_->calls_have_ended_, lock, [&] { return gate_->holds_ == 0; });

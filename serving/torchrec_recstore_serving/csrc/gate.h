@@ -9,8 +9,8 @@ namespace recstore {
 
 // Lets the calls of a served model run together, and a change of the model alone, so that each call is of one version.
 //
-// A call holds the gate. A change is prepared while calls run. Then it waits for the calls that have begun, and calls that
-// begin now wait for it. A thread that holds the gate holds it again without waiting.
+// A call holds the gate. A change is prepared while calls run. Then it waits for the calls that have begun, and calls
+// that begin now wait for it. A thread that holds the gate holds it again without waiting.
 class Gate : public std::enable_shared_from_this<Gate> {
  public:
   // A call. It may be destroyed by another thread than the one that has made it.
@@ -32,7 +32,8 @@ class Gate : public std::enable_shared_from_this<Gate> {
     ~Change();
     Change(const Change&) = delete;
     Change& operator=(const Change&) = delete;
-    // Waits for the calls. Throws InvalidArgument if the calling thread holds the gate, because it would wait for itself.
+    // Waits for the calls. Throws InvalidArgument if the calling thread holds the gate, because it would wait for
+    // itself.
     void commit();
 
    private:

@@ -16,18 +16,24 @@ constexpr int64_t kLeastLines = 64;
 // search ends before the end of the lines.
 constexpr int64_t kLinesAfter = 256;
 
-int64_t capacity_of(int64_t lines) { return static_cast<int64_t>(static_cast<double>(lines * kLineEntries) * kMostFull); }
+int64_t capacity_of(int64_t lines) {
+  return static_cast<int64_t>(static_cast<double>(lines * kLineEntries) * kMostFull);
+}
 
 }  // namespace
 
-int64_t IdIndex::bytes_of(int64_t home_lines) { return (home_lines + kLinesAfter) * static_cast<int64_t>(sizeof(IndexLine)); }
+int64_t IdIndex::bytes_of(int64_t home_lines) {
+  return (home_lines + kLinesAfter) * static_cast<int64_t>(sizeof(IndexLine));
+}
 
 IdIndex::IdIndex(int64_t capacity, uint64_t salt) {
-  const int64_t homes = std::max(kLeastLines, static_cast<int64_t>(static_cast<double>(capacity) / (kLineEntries * kMostFull)) + 1);
+  const int64_t homes =
+      std::max(kLeastLines, static_cast<int64_t>(static_cast<double>(capacity) / (kLineEntries * kMostFull)) + 1);
   if (homes + kLinesAfter > int64_t{kNoSlot}) throw OutOfMemory("the index holds at most 2**32 lines");
   line_count_ = homes + kLinesAfter;
   region_.reserve(static_cast<size_t>(bytes()));
-  view_ = {reinterpret_cast<IndexLine*>(region_.data()), salt, 0, static_cast<uint32_t>(homes), static_cast<uint32_t>(homes)};
+  view_ = {reinterpret_cast<IndexLine*>(region_.data()), salt, 0, static_cast<uint32_t>(homes),
+           static_cast<uint32_t>(homes)};
   capacity_ = capacity_of(homes);
   fill_free_places();
 }
@@ -37,7 +43,8 @@ IdIndex::IdIndex(char* lines, int64_t bytes, int64_t home_lines, int64_t size, u
   const bool fits = home_lines >= 1 && line_count_ <= int64_t{kNoSlot} && line_count_ == home_lines + kLinesAfter &&
                     bytes == this->bytes() && reinterpret_cast<uintptr_t>(lines) % alignof(IndexLine) == 0;
   if (!fits) throw InvalidArgument("the index of the file does not have the size that it states");
-  view_ = {reinterpret_cast<IndexLine*>(lines), salt, 0, static_cast<uint32_t>(home_lines), static_cast<uint32_t>(home_lines)};
+  view_ = {reinterpret_cast<IndexLine*>(lines), salt, 0, static_cast<uint32_t>(home_lines),
+           static_cast<uint32_t>(home_lines)};
   for (int64_t l = line_count_ - kMostStep; l < line_count_; ++l) {
     if (view_.lines[l].passed()) throw InvalidArgument("the index of the file is damaged");
   }

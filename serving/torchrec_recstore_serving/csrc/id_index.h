@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "index/index_lines.h"
 #include "base/memory.h"
+#include "index/index_lines.h"
 
 namespace recstore {
 
@@ -15,8 +15,8 @@ class IdIndex {
  public:
   // An index with room for `capacity` ids. Throws OutOfMemory.
   explicit IdIndex(int64_t capacity, uint64_t salt);
-  // An index in memory that the caller owns, such as that of a loaded file. Throws InvalidArgument if a search could read
-  // memory after the lines.
+  // An index in memory that the caller owns, such as that of a loaded file. Throws InvalidArgument if a search could
+  // read memory after the lines.
   IdIndex(char* lines, int64_t bytes, int64_t home_lines, int64_t size, uint64_t salt);
 
   // Writes the slot of each of ids (n,) to slots (n,); kNoSlot for an id without an entry.

@@ -87,7 +87,9 @@ bool is_loopback(int fd) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   if (getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return false;
-  if (address.ss_family == AF_INET) return (ntohl(reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr) >> 24) == 127;
+  if (address.ss_family == AF_INET) {
+    return (ntohl(reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr) >> 24) == 127;
+  }
   const in6_addr& other = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
   return IN6_IS_ADDR_LOOPBACK(&other) || (IN6_IS_ADDR_V4MAPPED(&other) && other.s6_addr[12] == 127);
 }
@@ -101,7 +103,9 @@ class TcpLink final : public RowLink {
     if (tls_ == nullptr) throw Passing("OpenSSL has no memory for a connection");
     for (Io io = tls_->connect(); io != Io::kDone; io = tls_->connect()) {
       pollfd ready{fd, static_cast<short>(io == Io::kWantRead ? POLLIN : POLLOUT), 0};
-      if (io == Io::kEnd) throw Passing("the server has refused the TLS connection, or its certificate is not of RECSTORE_TLS_CA");
+      if (io == Io::kEnd) {
+        throw Passing("the server has refused the TLS connection, or its certificate is not of RECSTORE_TLS_CA");
+      }
       if (poll(&ready, 1, milliseconds(end - Clock::now())) == 0) unreached("the server does not answer");
     }
   }
@@ -239,14 +243,17 @@ class MemoryLink final : public RowLink {
         setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &hello, sizeof hello) != 0 ||
         ::connect(fd, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
         getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != geteuid() ||
-        ::send(fd, secret.data(), secret.size(), MSG_NOSIGNAL) < 0)
+        ::send(fd, secret.data(), secret.size(), MSG_NOSIGNAL) < 0) {
       return false;
+    }
     const int file = receive_file();
     if (file < 0) return false;
-    struct stat about {};
+    struct stat about{};
     // Memory that the server could make smaller could end this process by a signal.
-    const bool fixed = fstat(file, &about) == 0 && static_cast<uint64_t>(about.st_size) >= size_ && (fcntl(file, F_GET_SEALS) & F_SEAL_SHRINK) != 0;
-    void* memory = fixed && size_ > kMessageBytes ? mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+    const bool fixed = fstat(file, &about) == 0 && static_cast<uint64_t>(about.st_size) >= size_ &&
+                       (fcntl(file, F_GET_SEALS) & F_SEAL_SHRINK) != 0;
+    void* memory =
+        fixed && size_ > kMessageBytes ? mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
     close(file);
     if (memory == MAP_FAILED) return false;
     memory_ = static_cast<char*>(memory);
@@ -259,7 +266,9 @@ class MemoryLink final : public RowLink {
     is_idle = false;
     place_ = 0;
     // The socket has room: the server has taken the request before.
-    if (::send(fd, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) unreached("the server has closed the connection");
+    if (::send(fd, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+      unreached("the server has closed the connection");
+    }
   }
 
   short advance(const Sink& sink) override {
@@ -271,7 +280,9 @@ class MemoryLink final : public RowLink {
       const Reply reply = parsed(message.data(), static_cast<size_t>(n), false);
       const uint64_t bytes = reply.found + reply.rows;
       place_ = (place_ + 3) / 4 * 4;
-      if (place_ > size_ || bytes > size_ - place_) throw Passing("the server has answered with a wrong number of rows");
+      if (place_ > size_ || bytes > size_ - place_) {
+        throw Passing("the server has answered with a wrong number of rows");
+      }
       if (bytes > 0) sink(memory_ + place_, bytes);
       place_ += bytes;
       if (reply.last) {
@@ -282,7 +293,8 @@ class MemoryLink final : public RowLink {
   }
 
   int64_t most_ids(int64_t entry_bytes) const override {
-    return std::max<int64_t>(1, static_cast<int64_t>(size_ - kMessageBytes) / std::max<int64_t>(entry_bytes, sizeof(int64_t)));
+    return std::max<int64_t>(
+        1, static_cast<int64_t>(size_ - kMessageBytes) / std::max<int64_t>(entry_bytes, sizeof(int64_t)));
   }
   bool is_by_memory() const override { return true; }
 
@@ -299,7 +311,10 @@ class MemoryLink final : public RowLink {
     message.msg_controllen = sizeof control;
     if (recvmsg(fd, &message, MSG_CMSG_CLOEXEC) <= 0) return -1;
     const cmsghdr* part = CMSG_FIRSTHDR(&message);
-    if (part == nullptr || part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS || part->cmsg_len != CMSG_LEN(sizeof(int))) return -1;
+    if (part == nullptr || part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS ||
+        part->cmsg_len != CMSG_LEN(sizeof(int))) {
+      return -1;
+    }
     int file;
     std::memcpy(&file, CMSG_DATA(part), sizeof file);
     size_ = std::strtoull(text, nullptr, 10);
@@ -315,11 +330,14 @@ class MemoryLink final : public RowLink {
 }  // namespace
 
 void unreached(const std::string& reason, size_t server) {
-  throw Passing(reason + ". Start the server with the same --rows-port, or export the model anew if its address has changed", server);
+  throw Passing(
+      reason + ". Start the server with the same --rows-port, or export the model anew if its address has changed",
+      server);
 }
 
 int milliseconds(Clock::duration left) {
-  return static_cast<int>(std::clamp<int64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(left).count() + 1, 0, 1 << 30));
+  return static_cast<int>(
+      std::clamp<int64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(left).count() + 1, 0, 1 << 30));
 }
 
 std::string environment(const char* name) {
@@ -344,16 +362,22 @@ std::unique_ptr<RowLink> tcp_link(const std::string& address, size_t side, bool 
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
   std::unique_ptr<TcpLink> link;
   try {
-    link = std::make_unique<TcpLink>(recstore_service::tcp_socket(host, std::atoi(address.c_str() + colon + 1), kConnectMs), side);
+    link = std::make_unique<TcpLink>(
+        recstore_service::tcp_socket(host, std::atoi(address.c_str() + colon + 1), kConnectMs), side);
   } catch (const std::runtime_error& error) {
     unreached("the server cannot be reached: " + std::string(error.what()));
   }
   if (tls) {
     const std::string ca = environment("RECSTORE_TLS_CA");
-    if (ca.empty()) throw Refused("its connections are encrypted: RECSTORE_TLS_CA must name the PEM file of the authority that signs its certificate");
+    if (ca.empty()) {
+      throw Refused(
+          "its connections are encrypted: RECSTORE_TLS_CA must name the PEM file of the authority that signs its "
+          "certificate");
+    }
     std::shared_ptr<recstore_service::TlsContext> context;
     try {
-      context = recstore_service::tls_context("", true, environment("RECSTORE_TLS_CERT"), environment("RECSTORE_TLS_KEY"), ca);
+      context = recstore_service::tls_context("", true, environment("RECSTORE_TLS_CERT"),
+                                              environment("RECSTORE_TLS_KEY"), ca);
     } catch (const std::runtime_error& error) {
       throw Refused(std::string(error.what()) + " (RECSTORE_TLS_CA, RECSTORE_TLS_CERT, RECSTORE_TLS_KEY)");
     }
@@ -361,7 +385,9 @@ std::unique_ptr<RowLink> tcp_link(const std::string& address, size_t side, bool 
   }
   const std::string secret = token();
   if (!secret.empty() && !tls && !is_loopback(link->fd)) {
-    throw Refused("the token of RECSTORE_TOKEN_FILE would be sent unencrypted to another machine: export the model with a client of TLS (tls_ca)");
+    throw Refused(
+        "the token of RECSTORE_TOKEN_FILE would be sent unencrypted to another machine: export the model with a client "
+        "of TLS (tls_ca)");
   }
   link->hello(secret, end);
   return link;

@@ -54,19 +54,19 @@ class RowLink {
   // Whether the server is still there. To be called between two calls.
   bool is_alive() const;
 
-  const size_t side;  // of the pair
+  const size_t side;   // of the pair
   std::string server;  // the name that the server has given itself, which is that of one start of it
   int fd = -1;
   bool is_idle = true;  // the last reply of the last call has arrived
 };
 
-// Connects to the port for rows of a server, host:port, in the time that is left: see RowServers for the environment that
-// says how.
+// Connects to the port for rows of a server, host:port, in the time that is left: see RowServers for the environment
+// that says how.
 std::unique_ptr<RowLink> tcp_link(const std::string& address, size_t side, bool tls, Clock::time_point end);
 
-// Connects to a server of the same host and user: see "Calls by shared memory" in recstore.proto. offer: an AttachReply. open:
-// the number of such connections, which this one is counted in. Returns null if the server is on another host, runs as
-// another user or has too many connections.
+// Connects to a server of the same host and user: see "Calls by shared memory" in recstore.proto. offer: an
+// AttachReply. open: the number of such connections, which this one is counted in. Returns null if the server is on
+// another host, runs as another user or has too many connections.
 std::unique_ptr<RowLink> memory_link(const std::string& offer, size_t side, std::atomic<int>& open);
 
 }  // namespace recstore

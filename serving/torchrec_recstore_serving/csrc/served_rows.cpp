@@ -18,13 +18,13 @@ namespace recstore {
 namespace {
 
 constexpr int64_t kChunkBytes = 2048;
-constexpr int64_t kBlockChunks = 64;    // chunks that are allocated together, at least
-constexpr int64_t kFound = 1024;        // ids that are searched together
-constexpr int64_t kAhead = 48;          // rows that are requested ahead
-constexpr int64_t kLine = 64;           // bytes of a cache line
-constexpr int64_t kMostLines = 8;       // cache lines of a row that are requested
-// The index has room for this part of the rows more; after a copy, because the table grows, for one of kRoomToGrow. When it
-// is full, or when one of kMostRemoved slots has a removed row, the rows are copied to a larger table.
+constexpr int64_t kBlockChunks = 64;  // chunks that are allocated together, at least
+constexpr int64_t kFound = 1024;      // ids that are searched together
+constexpr int64_t kAhead = 48;        // rows that are requested ahead
+constexpr int64_t kLine = 64;         // bytes of a cache line
+constexpr int64_t kMostLines = 8;     // cache lines of a row that are requested
+// The index has room for this part of the rows more; after a copy, because the table grows, for one of kRoomToGrow.
+// When it is full, or when one of kMostRemoved slots has a removed row, the rows are copied to a larger table.
 constexpr int64_t kRoom = 24;
 constexpr int64_t kRoomToGrow = 16;
 constexpr int64_t kMostRemoved = 8;
@@ -62,7 +62,9 @@ void check_distinct(const RowChanges& changes) {
   std::vector<int64_t> every(changes.ids, changes.ids + changes.count);
   every.insert(every.end(), changes.removed, changes.removed + changes.removed_count);
   std::sort(every.begin(), every.end());
-  if (std::adjacent_find(every.begin(), every.end()) != every.end()) throw InvalidArgument("the changes have an id more than once");
+  if (std::adjacent_find(every.begin(), every.end()) != every.end()) {
+    throw InvalidArgument("the changes have an id more than once");
+  }
 }
 
 // The whole huge pages of a range of memory.
@@ -78,10 +80,12 @@ struct HugePages {
   }
 };
 
-// Asks the system to put memory that a file was read into on huge pages, because random reads of small pages wait for the
-// translation of their addresses. The system copies the memory for it, which takes half as long as reading the file. So a
-// thread of its own waits for the system, while the table answers. The system may refuse; then nothing changes.
-void use_huge_pages(const HugePages& index, std::shared_ptr<void> index_owner, const HugePages& rows, std::shared_ptr<void> rows_owner) {
+// Asks the system to put memory that a file was read into on huge pages, because random reads of small pages wait for
+// the translation of their addresses. The system copies the memory for it, which takes half as long as reading the
+// file. So a thread of its own waits for the system, while the table answers. The system may refuse; then nothing
+// changes.
+void use_huge_pages(const HugePages& index, std::shared_ptr<void> index_owner, const HugePages& rows,
+                    std::shared_ptr<void> rows_owner) {
   constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which the C library may not define
   if (index.begin == index.end && rows.begin == rows.end) return;
   index.advise(MADV_HUGEPAGE);
@@ -103,9 +107,13 @@ uint64_t random_salt() {
 }  // namespace
 
 void RowLayout::check() const {
-  if (static_cast<int64_t>(format) < 0 || static_cast<int64_t>(format) > 3) throw InvalidArgument("there is no such row format");
-  if (dim < 1 || dim > int64_t{1} << 24 || stride < least_bytes(*this) || stride > row_bytes || row_bytes > int64_t{1} << 27) {
-    throw InvalidArgument("rows of " + std::to_string(stride) + " bytes do not have " + std::to_string(dim) + " columns of the format");
+  if (static_cast<int64_t>(format) < 0 || static_cast<int64_t>(format) > 3) {
+    throw InvalidArgument("there is no such row format");
+  }
+  if (dim < 1 || dim > int64_t{1} << 24 || stride < least_bytes(*this) || stride > row_bytes ||
+      row_bytes > int64_t{1} << 27) {
+    throw InvalidArgument("rows of " + std::to_string(stride) + " bytes do not have " + std::to_string(dim) +
+                          " columns of the format");
   }
 }
 
@@ -113,7 +121,9 @@ RowLayout RowLayout::compact(RowFormat format, int64_t dim, int64_t row_bytes) {
   RowLayout layout{format, dim, row_bytes};
   layout.check();
   constexpr int64_t kAligned = 4;
-  if (format != RowFormat::kFloat32) layout.stride = std::min(row_bytes, (least_bytes(layout) + kAligned - 1) / kAligned * kAligned);
+  if (format != RowFormat::kFloat32) {
+    layout.stride = std::min(row_bytes, (least_bytes(layout) + kAligned - 1) / kAligned * kAligned);
+  }
   return layout;
 }
 
@@ -130,10 +140,10 @@ struct ServedRows::Store {
   RowMemory memory;
   int64_t memory_bytes = 0;
 
-  std::mutex mutex;  // protects everything below, and inserts into the index
-  uint64_t last = 0;       // number of the last version
-  int64_t slots = 1;       // slots that the index refers to, also those of versions that were not kept
-  char* free = nullptr;    // a list of chunks: each begins with the address of the next
+  std::mutex mutex;      // protects everything below, and inserts into the index
+  uint64_t last = 0;     // number of the last version
+  int64_t slots = 1;     // slots that the index refers to, also those of versions that were not kept
+  char* free = nullptr;  // a list of chunks: each begins with the address of the next
   std::vector<Region> blocks;
   int64_t block_bytes = 0;
 
@@ -171,7 +181,9 @@ struct ServedRows::Retired {
       for (char* chunk : chunks) store->give(chunk);
     }
     // Without recursion, because the list may be long.
-    for (auto after = std::move(next); after != nullptr && after.use_count() == 1;) after = std::shared_ptr<Retired>(std::move(after->next));
+    for (auto after = std::move(next); after != nullptr && after.use_count() == 1;) {
+      after = std::shared_ptr<Retired>(std::move(after->next));
+    }
   }
 };
 
@@ -181,8 +193,7 @@ ServedRows::ServedRows(const RowLayout& layout, std::shared_ptr<Store> store)
   chunk_mask_ = (int64_t{1} << chunk_bits_) - 1;
 }
 
-ServedRows::ServedRows(const ServedRows& before, int64_t slots)
-    : ServedRows(before.layout_, before.store_) {
+ServedRows::ServedRows(const ServedRows& before, int64_t slots) : ServedRows(before.layout_, before.store_) {
   slots_ = slots;
   chunks_.reserve(static_cast<size_t>(slots >> chunk_bits_) + 1);
   chunks_ = before.chunks_;
@@ -227,7 +238,8 @@ void ServedRows::add_chunks() {
   chunks_.push_back(chunk);
 }
 
-std::shared_ptr<ServedRows> ServedRows::build(const RowLayout& layout, const int64_t* ids, int64_t count, RowMemory memory) {
+std::shared_ptr<ServedRows> ServedRows::build(const RowLayout& layout, const int64_t* ids, int64_t count,
+                                              RowMemory memory) {
   layout.check();
   if (count + count / kRoom + kLeastRoom >= kMostSlots) throw InvalidArgument("a table holds fewer than 2**32 rows");
   auto store = std::make_shared<Store>();
@@ -247,7 +259,9 @@ std::shared_ptr<ServedRows> ServedRows::build(const RowLayout& layout, const int
     const int64_t n = std::min(kFound, count - first);
     store->index->find(ids + first, n, slots);
     for (int64_t i = 0; i < n; ++i) {
-      if (slots[i] != first + i + 1) throw InvalidArgument("the ids have " + std::to_string(ids[first + i]) + " more than once");
+      if (slots[i] != first + i + 1) {
+        throw InvalidArgument("the ids have " + std::to_string(ids[first + i]) + " more than once");
+      }
     }
   }
   return made;
@@ -257,7 +271,9 @@ std::shared_ptr<const ServedRows> ServedRows::load(const RowLayout& layout, std:
                                                    std::shared_ptr<void> index_owner, RowMemory memory, int64_t slots,
                                                    uint64_t checksum) {
   layout.check();
-  if (slots < 1 || slots >= kMostSlots || index->size() + 1 != slots) throw InvalidArgument("the rows of the file are damaged");
+  if (slots < 1 || slots >= kMostSlots || index->size() + 1 != slots) {
+    throw InvalidArgument("the rows of the file are damaged");
+  }
   auto store = std::make_shared<Store>();
   store->index = std::move(index);
   store->index_owner = std::move(index_owner);
@@ -292,7 +308,8 @@ std::shared_ptr<const ServedRows> ServedRows::over(std::shared_ptr<const BaseRow
 int64_t ServedRows::bytes() const {
   const std::lock_guard<std::mutex> lock(store_->mutex);
   const int64_t beneath = base_ == nullptr ? 0 : base_->index->bytes() + base_->slots * layout_.stride;
-  return beneath + store_->index->bytes() + store_->memory_bytes + store_->block_bytes + static_cast<int64_t>(chunks_.size() * sizeof(char*));
+  return beneath + store_->index->bytes() + store_->memory_bytes + store_->block_bytes +
+         static_cast<int64_t>(chunks_.size() * sizeof(char*));
 }
 
 template <class Visit>  // visit(id, row), for all rows in no particular order
@@ -366,8 +383,11 @@ void ServedRows::find_rows(const int64_t* ids, int64_t n, const char** rows) con
 
 void ServedRows::request(const char* row) const {
   const char* const end = row + std::min(layout_.stride, kMostLines * kLine);
-  // A row begins anywhere in a line. To request a line twice would take longer than to find out whether it is another one.
-  for (const char* at = row - reinterpret_cast<uintptr_t>(row) % kLine; at < end; at += kLine) __builtin_prefetch(at, 0, 3);
+  // A row begins anywhere in a line. To request a line twice would take longer than to find out whether it is another
+  // one.
+  for (const char* at = row - reinterpret_cast<uintptr_t>(row) % kLine; at < end; at += kLine) {
+    __builtin_prefetch(at, 0, 3);
+  }
 }
 
 template <class Visit>  // visit(position, row)
@@ -396,10 +416,14 @@ void ServedRows::lookup(const int64_t* ids, int64_t n, float* out) const {
   const int64_t dim = layout_.dim;
   switch (layout_.format) {
     case RowFormat::kFloat32:
-      return for_each_row(ids, n, [&](int64_t i, const char* row) { std::memcpy(out + i * dim, row, static_cast<size_t>(dim) * sizeof(float)); });
+      return for_each_row(ids, n, [&](int64_t i, const char* row) {
+        std::memcpy(out + i * dim, row, static_cast<size_t>(dim) * sizeof(float));
+      });
     case RowFormat::kFloat16: {
       const auto widen = row_loops().widen;
-      return for_each_row(ids, n, [&](int64_t i, const char* row) { widen(RowType::kFloat16, reinterpret_cast<const float*>(row), dim, out + i * dim); });
+      return for_each_row(ids, n, [&](int64_t i, const char* row) {
+        widen(RowType::kFloat16, reinterpret_cast<const float*>(row), dim, out + i * dim);
+      });
     }
     case RowFormat::kInt8:
       return for_each_row(ids, n, [&](int64_t i, const char* row) {
@@ -414,7 +438,8 @@ void ServedRows::lookup(const int64_t* ids, int64_t n, float* out) const {
   }
 }
 
-void ServedRows::pool(const int64_t* ids, const int64_t* offsets, int64_t bags, const float* weights, bool mean, float* out) const {
+void ServedRows::pool(const int64_t* ids, const int64_t* offsets, int64_t bags, const float* weights, bool mean,
+                      float* out) const {
   const int64_t dim = layout_.dim, begin = offsets[0], n = offsets[bags] - begin;
   std::fill_n(out, bags * dim, 0.0f);
   int64_t bag = 0;
@@ -428,9 +453,13 @@ void ServedRows::pool(const int64_t* ids, const int64_t* offsets, int64_t bags, 
   };
   const auto of_format = [&](const auto& for_each) {
     if (weights == nullptr) {
-      pooled([&](const char* row, float* sum, float) { for_each(row, [sum](int64_t c, float value) { sum[c] += value; }); });
+      pooled([&](const char* row, float* sum, float) {
+        for_each(row, [sum](int64_t c, float value) { sum[c] += value; });
+      });
     } else {
-      pooled([&](const char* row, float* sum, float weight) { for_each(row, [sum, weight](int64_t c, float value) { sum[c] += value * weight; }); });
+      pooled([&](const char* row, float* sum, float weight) {
+        for_each(row, [sum, weight](int64_t c, float value) { sum[c] += value * weight; });
+      });
     }
   };
   switch (layout_.format) {
@@ -504,7 +533,8 @@ std::shared_ptr<const ServedRows> ServedRows::copied(int64_t more_rows) const {
   std::sort(found.begin(), found.end(), [](const Own& one, const Own& other) { return one.id < other.id; });
   const auto count = static_cast<int64_t>(found.size());
   // A table over base rows begins empty and is small.
-  const int64_t capacity = count + std::max({kLeastRoom, more_rows, base_ == nullptr ? count / kRoomToGrow : count / 2});
+  const int64_t capacity =
+      count + std::max({kLeastRoom, more_rows, base_ == nullptr ? count / kRoomToGrow : count / 2});
   if (capacity >= kMostSlots) throw OutOfMemory("a table holds fewer than 2**32 rows");
   auto region = std::make_shared<Region>();
   region->reserve(static_cast<size_t>((count + 1) * layout_.stride));
@@ -526,7 +556,9 @@ std::shared_ptr<const ServedRows> ServedRows::copied(int64_t more_rows) const {
     const Own& entry = found[static_cast<size_t>(i)];
     put(i + 1, entry.slot);
     if (is_removed(entry.slot)) made->removed_[static_cast<size_t>(i + 1) / 64] |= uint64_t{1} << ((i + 1) % 64);
-    if (!store->index->insert(entry.id, static_cast<Slot>(i + 1))) throw OutOfMemory("the index has no place for an id");
+    if (!store->index->insert(entry.id, static_cast<Slot>(i + 1))) {
+      throw OutOfMemory("the index has no place for an id");
+    }
   }
   made->slots_ = count + 1;
   made->add_chunks();
@@ -553,7 +585,9 @@ uint64_t ServedRows::checksum_with(const RowChanges& changes) const {
   };
   leave(changes.ids, changes.count);
   leave(changes.removed, changes.removed_count);
-  for (int64_t i = 0; i < changes.count; ++i) sum += hash_of(changes.ids[i], changes.rows + i * layout_.row_bytes, given(layout_));
+  for (int64_t i = 0; i < changes.count; ++i) {
+    sum += hash_of(changes.ids[i], changes.rows + i * layout_.row_bytes, given(layout_));
+  }
   return sum;
 }
 
@@ -579,10 +613,12 @@ std::shared_ptr<ServedRows> ServedRows::extended(const RowChanges& changes) cons
   search(changes.ids, changes.count, 0);
   search(changes.removed, changes.removed_count, changes.count);
   int64_t added = std::count(slots.begin(), slots.begin() + changes.count, kNoSlot);
-  for (size_t i = static_cast<size_t>(changes.count); i < slots.size(); ++i) added += slots[i] == kNoSlot && beneath[i] != nullptr;
+  for (size_t i = static_cast<size_t>(changes.count); i < slots.size(); ++i) {
+    added += slots[i] == kNoSlot && beneath[i] != nullptr;
+  }
   const int64_t left = store_->slots - slots_;  // the slots of versions that were not kept, which must not hide a base
-  const bool extends = store_->last == number_ && store_->index->room() >= added && store_->slots + added < kMostSlots &&
-                       (base_ == nullptr || left == 0) &&
+  const bool extends = store_->last == number_ && store_->index->room() >= added &&
+                       store_->slots + added < kMostSlots && (base_ == nullptr || left == 0) &&
                        removed_count_ - hidden_removed_ + left <= std::max(kLeastRoom, (slots_ - 1) / kMostRemoved);
   if (!extends) return nullptr;
   made = std::shared_ptr<ServedRows>(new ServedRows(*this, store_->slots + added));

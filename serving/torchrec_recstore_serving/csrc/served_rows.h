@@ -27,9 +27,9 @@ struct RowLayout {
 
 // Memory that a table reads its rows from.
 struct RowMemory {
-  char* data = nullptr;          // (slots, stride)
-  bool writable = false;         // whether the table may write into it when no version reads it any more
-  std::shared_ptr<void> owner;   // keeps the memory
+  char* data = nullptr;         // (slots, stride)
+  bool writable = false;        // whether the table may write into it when no version reads it any more
+  std::shared_ptr<void> owner;  // keeps the memory
 };
 
 // Rows and their index that never change: those of a mapped file. A table over them has its changes in memory.
@@ -47,8 +47,8 @@ struct BaseRows {
 
 // The changes that lead from one version to the next.
 struct RowChanges {
-  const int64_t* ids;      // (count,) without duplicates
-  const char* rows;        // (count, row_bytes)
+  const int64_t* ids;  // (count,) without duplicates
+  const char* rows;    // (count, row_bytes)
   int64_t count;
   const int64_t* removed;  // (removed_count,); none of them is in ids
   int64_t removed_count;
@@ -57,21 +57,22 @@ struct RowChanges {
 // One version of the rows of a served table. It never changes, so that any number of threads may read it.
 //
 // A change makes a new version, which shares the index and all unchanged rows with the versions before it. Rows lie in
-// chunks of about 2 KiB. A new version has an array of chunks of its own, and a copy of each chunk with a changed row. The
-// copies that no version reads any more are used again. An id keeps its slot, also when its row is removed: the slot then
-// has a copy of the row for ids without a row, which slot 0 has. The index gets entries and never loses any. A version
-// ignores entries with slots that it does not have.
+// chunks of about 2 KiB. A new version has an array of chunks of its own, and a copy of each chunk with a changed row.
+// The copies that no version reads any more are used again. An id keeps its slot, also when its row is removed: the
+// slot then has a copy of the row for ids without a row, which slot 0 has. The index gets entries and never loses any.
+// A version ignores entries with slots that it does not have.
 //
 // Versions form a line: the first change of a version extends it, and a second change of the same version first copies
 // all of its rows. They are copied, too, if the index is full or if many slots have removed rows.
 //
-// A table over base rows has only changed, added and removed ids in its own index. An id is searched in both, and its own
-// entry hides that of the base. So a copy has only what has changed.
+// A table over base rows has only changed, added and removed ids in its own index. An id is searched in both, and its
+// own entry hides that of the base. So a copy has only what has changed.
 class ServedRows : public std::enable_shared_from_this<ServedRows> {
  public:
   // The table of ids (count,) and their rows, which follow the row for ids without a row in `memory`: (count + 1,
   // stride). Throws InvalidArgument if an id occurs twice.
-  static std::shared_ptr<ServedRows> build(const RowLayout& layout, const int64_t* ids, int64_t count, RowMemory memory);
+  static std::shared_ptr<ServedRows> build(const RowLayout& layout, const int64_t* ids, int64_t count,
+                                           RowMemory memory);
   // The table whose index and rows have been saved.
   static std::shared_ptr<const ServedRows> load(const RowLayout& layout, std::unique_ptr<IdIndex> index,
                                                 std::shared_ptr<void> index_owner, RowMemory memory, int64_t slots,
@@ -87,8 +88,8 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
   }
   int64_t rows() const { return slots_ - 1 - removed_count_ + (base_ == nullptr ? 0 : base_->slots - 1 - hidden_); }
   int64_t bytes() const;
-  // The sum of a hash of each id with its row, plus that of the row for ids without a row. It does not depend on the order
-  // of the rows.
+  // The sum of a hash of each id with its row, plus that of the row for ids without a row. It does not depend on the
+  // order of the rows.
   uint64_t checksum() const { return checksum_; }
   // The same, computed from the rows.
   uint64_t recomputed_checksum() const;
@@ -97,9 +98,10 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
   void copy(const int64_t* ids, int64_t n, char* out) const;
   // Writes the rows of ids (n,) to out (n, dim).
   void lookup(const int64_t* ids, int64_t n, float* out) const;
-  // Writes the sums, or the means, of the rows of bags to out (bags, dim). Bag b has the ids from offsets[b] to offsets[b +
-  // 1]. weights: by position, or null.
-  void pool(const int64_t* ids, const int64_t* offsets, int64_t bags, const float* weights, bool mean, float* out) const;
+  // Writes the sums, or the means, of the rows of bags to out (bags, dim). Bag b has the ids from offsets[b] to
+  // offsets[b + 1]. weights: by position, or null.
+  void pool(const int64_t* ids, const int64_t* offsets, int64_t bags, const float* weights, bool mean,
+            float* out) const;
   // Writes whether each of ids (n,) has a row.
   void contains(const int64_t* ids, int64_t n, bool* found) const;
   // The ids in ascending order, and their rows.
@@ -109,7 +111,9 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
     bool operator<(const Entry& other) const { return id < other.id; }
   };
   std::vector<Entry> entries() const;
-  const char* row(int64_t slot) const { return chunks_[static_cast<size_t>(slot >> chunk_bits_)] + (slot & chunk_mask_) * layout_.stride; }
+  const char* row(int64_t slot) const {
+    return chunks_[static_cast<size_t>(slot >> chunk_bits_)] + (slot & chunk_mask_) * layout_.stride;
+  }
   int64_t slots() const { return slots_; }
 
   // The index, if all of its entries are rows of this version; otherwise null. hold: keeps the index from changing.
@@ -122,8 +126,8 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
   uint64_t checksum_with(const RowChanges& changes) const;
   // Makes the next version. Throws InvalidArgument if an id occurs twice in the changes, OutOfMemory.
   std::shared_ptr<ServedRows> with(const RowChanges& changes) const;
-  // Keeps a version that with() has returned. The memory that only the version before uses is freed with that version. A
-  // version that is destroyed before this call has no effect on other versions.
+  // Keeps a version that with() has returned. The memory that only the version before uses is freed with that version.
+  // A version that is destroyed before this call has no effect on other versions.
   void keep() noexcept;
 
  private:
@@ -134,7 +138,8 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
   ServedRows(const ServedRows& before, int64_t slots);
 
   bool is_removed(int64_t slot) const {
-    return removed_count_ > 0 && slot / 64 < static_cast<int64_t>(removed_.size()) && (removed_[slot / 64] >> (slot % 64) & 1) != 0;
+    return removed_count_ > 0 && slot / 64 < static_cast<int64_t>(removed_.size()) &&
+           (removed_[slot / 64] >> (slot % 64) & 1) != 0;
   }
   void request(const char* row) const;
   void find_slots(const int64_t* ids, int64_t n, Slot* slots) const;
@@ -161,7 +166,8 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
   int64_t hidden_ = 0;                    // rows of the base that an own entry hides,
   int64_t hidden_removed_ = 0;            // and those of them whose ids have no row
   uint64_t checksum_ = 0;
-  // The chunks that the next version does not have; the next version keeps them too, until the versions up to this one end.
+  // The chunks that the next version does not have; the next version keeps them too, until the versions up to this one
+  // end.
   std::shared_ptr<Retired> retired_;
   std::shared_ptr<Retired> before_;  // of the version before; null after keep()
   std::vector<char*> replaced_;      // until keep(): the chunks of the version before that this version has copied,

@@ -16,10 +16,10 @@
 #include <utility>
 
 #include "base/error.h"
-#include "message_fields.h"
-#include "row_loops/row_loops.h"
-#include "row_links.h"
 #include "base/slots.h"
+#include "message_fields.h"
+#include "row_links.h"
+#include "row_loops/row_loops.h"
 
 namespace recstore {
 namespace {
@@ -28,16 +28,18 @@ using recstore_service::CallFailed;
 using recstore_service::Reader;
 using Seconds = std::chrono::duration<double>;
 
-constexpr Seconds kPatience{5.0};     // in which a call is repeated, and after which a silent server has failed
+constexpr Seconds kPatience{5.0};  // in which a call is repeated, and after which a silent server has failed
 // Likewise for a pair, whose backup becomes the primary when a lease of 3 s has ended.
 constexpr Seconds kPairPatience{10.0}, kPairHangs{2.0};
 constexpr Seconds kFirstPause{0.02}, kLongestPause{0.25}, kMemoryAgain{10.0};
-constexpr int kMostByMemory = 8;      // connections by shared memory to a server; further calls go by TCP
+constexpr int kMostByMemory = 8;  // connections by shared memory to a server; further calls go by TCP
 
 std::vector<std::string> split(const std::string& text, char at) {
   std::vector<std::string> parts;
   size_t begin = 0;
-  for (size_t end; (end = text.find(at, begin)) != std::string::npos; begin = end + 1) parts.push_back(text.substr(begin, end - begin));
+  for (size_t end; (end = text.find(at, begin)) != std::string::npos; begin = end + 1) {
+    parts.push_back(text.substr(begin, end - begin));
+  }
   parts.push_back(text.substr(begin));
   return parts;
 }
@@ -133,14 +135,15 @@ auto of_server(size_t server, const Step& step) {
 
 // How all servers of the set are called, until one of them begins another run.
 struct RowServers::Agreed {
-  std::vector<std::string> runs;                                  // of each server
-  std::vector<std::string> names;                                 // of each server: RowLink::server of its connections
-  std::vector<uint32_t> owner;                                    // for each slot, the server; empty for a set of one server
-  std::vector<std::map<std::string, std::string>> tables;         // of each server: the JSON of a TableSpec by name
+  std::vector<std::string> runs;   // of each server
+  std::vector<std::string> names;  // of each server: RowLink::server of its connections
+  // For each slot, the server; empty for a set of one server.
+  std::vector<uint32_t> owner;
+  std::vector<std::map<std::string, std::string>> tables;  // of each server: the JSON of a TableSpec by name
 };
 
-// What a process has of the servers. A forked process makes its own and leaves that of its parent alone, whose locks may be
-// held for ever there.
+// What a process has of the servers. A forked process makes its own and leaves that of its parent alone, whose locks
+// may be held for ever there.
 struct RowServers::Process {
   struct Peer {
     std::atomic<size_t> side{0};  // the server of the pair that is called
@@ -161,7 +164,8 @@ struct RowServers::Process {
   std::shared_ptr<const Agreed> agreed;  // null: the servers have to be described
   bool describing = false;
   uint64_t failures = 0;  // of descriptions
-  std::shared_ptr<const Passing> passing;  // the last failure is one of these; an exception itself is not for two threads
+  // The last failure is one of these; an exception itself is not for two threads.
+  std::shared_ptr<const Passing> passing;
   std::shared_ptr<const Refused> refused;
 };
 
@@ -201,7 +205,8 @@ struct RowServers::Flow {
 std::shared_ptr<RowServers> RowServers::of(const std::string& servers, bool tls) {
   static std::mutex mutex;
   static std::map<std::pair<std::string, bool>, std::weak_ptr<RowServers>> all;
-  [[maybe_unused]] static const int registered = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
+  [[maybe_unused]] static const int registered =
+      pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
   const std::lock_guard<std::mutex> lock(mutex);
   std::weak_ptr<RowServers>& known = all[{servers, tls}];
   std::shared_ptr<RowServers> found = known.lock();
@@ -215,8 +220,9 @@ RowServers::RowServers(const std::string& servers, bool tls) : tls_(tls) {
     for (const std::string& side : servers_.back()) {
       const size_t colon = side.rfind(':');
       const int port = colon == std::string::npos ? 0 : std::atoi(side.c_str() + colon + 1);
-      if (colon == 0 || port < 1 || port > 65535 || servers_.back().size() > 2)
+      if (colon == 0 || port < 1 || port > 65535 || servers_.back().size() > 2) {
         throw InvalidArgument("servers must be host:port, or host:port/host:port for a pair, got " + server);
+      }
     }
   }
 }
@@ -233,33 +239,36 @@ RowServers::Process& RowServers::process() {
   return process_.compare_exchange_strong(now, made.get()) ? *made.release() : *now;
 }
 
-const std::string& RowServers::address(Process& process, size_t server) const { return servers_[server][process.peers[server].side]; }
+const std::string& RowServers::address(Process& process, size_t server) const {
+  return servers_[server][process.peers[server].side];
+}
 
 void RowServers::lookup(const ServerTable& table, const int64_t* ids, int64_t n, float* out) {
   const int64_t dim = table.dim;
   if (table.dtype != "float16" && table.dtype != "bfloat16") {
     const int64_t bytes = dim * static_cast<int64_t>(sizeof(float));
     return call(table, true, ids, n, {bytes, [=](const char* rows, int64_t place, int64_t count) {
-                  std::memcpy(out + place * dim, rows, static_cast<size_t>(count * bytes));
-                }});
+                                        std::memcpy(out + place * dim, rows, static_cast<size_t>(count * bytes));
+                                      }});
   }
   const RowType type = table.dtype == "float16" ? RowType::kFloat16 : RowType::kBfloat16;
   const int64_t bytes = dim * 2;
   const auto widen = row_loops().widen;
   const std::vector<float> row(static_cast<size_t>(dim) + 16);
-  call(table, true, ids, n, {bytes, [=, aligned = row, wide = row](const char* rows, int64_t place, int64_t count) mutable {
-         for (int64_t i = 0; i < count; ++i) {
-           std::memcpy(aligned.data(), rows + i * bytes, static_cast<size_t>(bytes));
-           widen(type, aligned.data(), dim, wide.data());
-           std::copy_n(wide.data(), dim, out + (place + i) * dim);
-         }
-       }});
+  call(table, true, ids, n,
+       {bytes, [=, aligned = row, wide = row](const char* rows, int64_t place, int64_t count) mutable {
+          for (int64_t i = 0; i < count; ++i) {
+            std::memcpy(aligned.data(), rows + i * bytes, static_cast<size_t>(bytes));
+            widen(type, aligned.data(), dim, wide.data());
+            std::copy_n(wide.data(), dim, out + (place + i) * dim);
+          }
+        }});
 }
 
 void RowServers::contains(const ServerTable& table, const int64_t* ids, int64_t n, bool* found) {
   call(table, false, ids, n, {1, [=](const char* bytes, int64_t place, int64_t count) {
-         for (int64_t i = 0; i < count; ++i) found[place + i] = bytes[i] != 0;
-       }});
+                                for (int64_t i = 0; i < count; ++i) found[place + i] = bytes[i] != 0;
+                              }});
 }
 
 void RowServers::call(const ServerTable& table, bool rows, const int64_t* ids, int64_t n, const Entries& entries) {
@@ -268,7 +277,9 @@ void RowServers::call(const ServerTable& table, bool rows, const int64_t* ids, i
   const bool pairs = std::any_of(servers_.begin(), servers_.end(), [](const auto& sides) { return sides.size() > 1; });
   const Seconds patience = pairs ? kPairPatience : kPatience;
   const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(patience);
-  const auto named = [&](size_t server) { return "table '" + table.name + "' on server " + address(process, server) + ": "; };
+  const auto named = [&](size_t server) {
+    return "table '" + table.name + "' on server " + address(process, server) + ": ";
+  };
   for (Seconds pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
     std::vector<size_t> sides;
     for (const Process::Peer& peer : process.peers) sides.push_back(peer.side);
@@ -278,7 +289,8 @@ void RowServers::call(const ServerTable& table, bool rows, const int64_t* ids, i
       throw std::runtime_error(named(error.server) + error.what());
     } catch (const Passing& error) {
       if (Clock::now() + pause > end) {
-        throw std::runtime_error(named(error.server) + error.what() + " (repeated for " + std::to_string(static_cast<int>(patience.count())) + " s)");
+        throw std::runtime_error(named(error.server) + error.what() + " (repeated for " +
+                                 std::to_string(static_cast<int>(patience.count())) + " s)");
       }
       const size_t server = error.server;
       size_t side = sides[server];
@@ -291,7 +303,8 @@ void RowServers::call(const ServerTable& table, bool rows, const int64_t* ids, i
   }
 }
 
-void RowServers::attempt(Process& process, const ServerTable& table, bool rows, const int64_t* ids, int64_t n, const Entries& entries) {
+void RowServers::attempt(Process& process, const ServerTable& table, bool rows, const int64_t* ids, int64_t n,
+                         const Entries& entries) {
   const std::shared_ptr<const Agreed> agreed = this->agreed(process);
   std::vector<Flow> flows(servers_.size());
   std::vector<int64_t> sorted, places;  // the ids in the order of their servers, and their positions
@@ -299,7 +312,9 @@ void RowServers::attempt(Process& process, const ServerTable& table, bool rows, 
     const std::string spec = "{\"dim\": " + std::to_string(table.dim) + ", \"dtype\": \"" + table.dtype + "\",";
     for (size_t s = 0; s < flows.size(); ++s) {
       const auto there = agreed->tables[s].find(table.name);
-      if (there == agreed->tables[s].end()) throw Passing("the server has no such table: a model that trains creates it, or a save has it", s);
+      if (there == agreed->tables[s].end()) {
+        throw Passing("the server has no such table: a model that trains creates it, or a save has it", s);
+      }
       if (there->second.compare(0, spec.size(), spec) != 0) {
         throw Refused("the table has another dim or data type than the exported model: export the model anew", s);
       }
@@ -311,7 +326,9 @@ void RowServers::attempt(Process& process, const ServerTable& table, bool rows, 
       const auto slots = static_cast<int64_t>(agreed->owner.size());
       std::vector<uint32_t> of(static_cast<size_t>(n));
       std::vector<int64_t> ends(flows.size() + 1, 0);
-      for (int64_t i = 0; i < n; ++i) ++ends[(of[static_cast<size_t>(i)] = agreed->owner[static_cast<size_t>(slot_of(ids[i], slots))]) + 1];
+      for (int64_t i = 0; i < n; ++i) {
+        ++ends[(of[static_cast<size_t>(i)] = agreed->owner[static_cast<size_t>(slot_of(ids[i], slots))]) + 1];
+      }
       for (size_t s = 0; s < flows.size(); ++s) ends[s + 1] += ends[s];
       sorted.resize(static_cast<size_t>(n));
       places.resize(static_cast<size_t>(n));
@@ -383,7 +400,8 @@ void RowServers::exchange(std::vector<Flow>& flows) {
       waiting.push_back({flow.link->fd, events, 0});
     }
     if (waiting.empty()) return;
-    const int ready = poll(waiting.data(), waiting.size(), milliseconds(std::chrono::duration_cast<Clock::duration>(quiet)));
+    const int ready =
+        poll(waiting.data(), waiting.size(), milliseconds(std::chrono::duration_cast<Clock::duration>(quiet)));
     if (ready == 0) unreached("the server does not answer", first);
   }
 }
@@ -449,14 +467,27 @@ RowServers::Agreed RowServers::described(Process& process) {
   std::vector<uint32_t> server_of(n, UINT32_MAX);  // by the number of a server in its set
   for (size_t s = 0; s < n; ++s) {
     const State& state = states[s];
-    if (state.set.empty()) throw Passing("the server has no tables and is in no set yet: a client that trains begins", s);
-    if (state.members != n || state.member >= n || state.set != states[0].set || server_of[state.member] != UINT32_MAX) {
-      throw Refused("the servers that the exported model names are not all servers of one set: export the model anew", s);
+    if (state.set.empty()) {
+      throw Passing("the server has no tables and is in no set yet: a client that trains begins", s);
     }
-    if (state.waits) throw Passing("the server was stopped and started again, and waits for a client that trains, which lets the set go on", s);
-    if (!state.live) throw Passing("the server was killed and started again, and waits for a client that brings the set to one save", s);
-    if (state.label() != states[0].label()) throw Passing("the servers are in different epochs: a client that trains brings them to one save", s);
-    const bool fits = n == 1 || (!state.slots.empty() && state.slots == states[0].slots && *std::max_element(state.slots.begin(), state.slots.end()) < n);
+    if (state.members != n || state.member >= n || state.set != states[0].set ||
+        server_of[state.member] != UINT32_MAX) {
+      throw Refused("the servers that the exported model names are not all servers of one set: export the model anew",
+                    s);
+    }
+    if (state.waits) {
+      throw Passing(
+          "the server was stopped and started again, and waits for a client that trains, which lets the set go on", s);
+    }
+    if (!state.live) {
+      throw Passing("the server was killed and started again, and waits for a client that brings the set to one save",
+                    s);
+    }
+    if (state.label() != states[0].label()) {
+      throw Passing("the servers are in different epochs: a client that trains brings them to one save", s);
+    }
+    const bool fits = n == 1 || (!state.slots.empty() && state.slots == states[0].slots &&
+                                 *std::max_element(state.slots.begin(), state.slots.end()) < n);
     if (!fits) throw Passing("the servers have different maps of slots", s);
     server_of[state.member] = static_cast<uint32_t>(s);
     agreed.runs.push_back(state.label() + "/" + (state.member < state.runs.size() ? state.runs[state.member] : ""));

@@ -78,8 +78,8 @@ class BufferPool {
   size_t in_use_ = 0;       // number of buffers in use; free_ has room for all of them
   size_t clock_ = 0;        // number of takes
   Bytes bytes_{0, 0, kLeastIdle};
-  size_t freed_ = 0;        // bytes that were freed recently because of the bound
-  size_t last_freed_ = 0;   // the take at which this happened last
+  size_t freed_ = 0;       // bytes that were freed recently because of the bound
+  size_t last_freed_ = 0;  // the take at which this happened last
 };
 
 // Bytes of a tensor of this shape. Throws OutOfMemory if they are more than any machine has.

@@ -85,8 +85,8 @@ void for_each_task(Executor& executor, int64_t tasks, const Work& work) {
   if (shared.error) std::rethrow_exception(shared.error);
 }
 
-// Gives threads that have nothing else to do the tasks of others: a part of some work runs its own tasks in this executor,
-// and a thread that finds no further part calls help().
+// Gives threads that have nothing else to do the tasks of others: a part of some work runs its own tasks in this
+// executor, and a thread that finds no further part calls help().
 class HelpedExecutor final : public Executor {
  public:
   HelpedExecutor(int threads, int64_t parts) : threads_(threads), parts_left_(parts) {}
@@ -148,8 +148,8 @@ class HelpedExecutor final : public Executor {
   std::vector<Job*> jobs_;
 };
 
-// Calls work(part, executor) for every part in [0, parts), where the executor runs the tasks of the part and must not be
-// used afterwards. at_once: the parts run in parallel, and the threads that are left over share their tasks. See
+// Calls work(part, executor) for every part in [0, parts), where the executor runs the tasks of the part and must not
+// be used afterwards. at_once: the parts run in parallel, and the threads that are left over share their tasks. See
 // for_each_task for errors.
 template <class Work>
 void for_each_part(Executor& executor, int64_t parts, bool at_once, const Work& work) {

@@ -27,12 +27,14 @@ struct Files {
   const char* inactive;
   const char* active;
 };
-constexpr Files kVersion1{"/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_inactive_file %llu", "total_active_file %llu"};
+constexpr Files kVersion1{"/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_inactive_file %llu",
+                          "total_active_file %llu"};
 constexpr Files kVersion2{"/memory.max", "/memory.current", "inactive_file %llu", "active_file %llu"};
 
 size_t left_in_group(const std::string& folder, const Files& files) {
   size_t limit = 0, usage = 0;
-  if (!(std::ifstream(folder + files.limit) >> limit)) return SIZE_MAX;  // "max", or the container does not see the group
+  // "max", or the container does not see the group.
+  if (!(std::ifstream(folder + files.limit) >> limit)) return SIZE_MAX;
   if (!(std::ifstream(folder + files.usage) >> usage)) return SIZE_MAX;
   std::ifstream stat(folder + "/memory.stat");
   for (std::string line; std::getline(stat, line);) {
@@ -54,7 +56,9 @@ size_t left_in_groups(const std::string& mount, std::string path, const Files& f
   return std::min(left, left_in_group(mount, files));
 }
 
-bool has_memory(const std::string& controllers) { return ("," + controllers + ",").find(",memory,") != std::string::npos; }
+bool has_memory(const std::string& controllers) {
+  return ("," + controllers + ",").find(",memory,") != std::string::npos;
+}
 
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kSmall = size_t{512} << 10;  // regions up to this size use small pages
@@ -95,11 +99,13 @@ Nodes with_own_processors(const Nodes& nodes) {
   return found;
 }
 
-// The nodes over which the pages of regions are spread; empty if a page lies on the node of the thread that uses it first.
+// The nodes over which the pages of regions are spread; empty if a page lies on the node of the thread that uses it
+// first.
 //
-// Any thread reads and updates any row, so that rows have no node of their own. The first use would put the rows that one
-// thread makes on one node, such as those that a checkpoint restores, and all threads would then wait for this node's
-// memory. A process that numactl has given a policy keeps it, and one that is bound to a node's processors uses its memory.
+// Any thread reads and updates any row, so that rows have no node of their own. The first use would put the rows that
+// one thread makes on one node, such as those that a checkpoint restores, and all threads would then wait for this
+// node's memory. A process that numactl has given a policy keeps it, and one that is bound to a node's processors uses
+// its memory.
 Nodes chosen_nodes() {
   const char* variable = std::getenv("RECSTORE_MEMORY");
   const std::string asked = variable == nullptr ? "" : variable;
@@ -114,7 +120,8 @@ Nodes chosen_nodes() {
   if (!asked.empty()) {
     // A container may forbid these calls. Who has not asked for them then has the rows where they are used first.
     void* trial = known ? mmap(nullptr, kHugePage, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) : MAP_FAILED;
-    const bool works = trial != MAP_FAILED && syscall(SYS_mbind, trial, kHugePage, MPOL_INTERLEAVE, nodes.bits, Nodes::kMost, 0) == 0;
+    const bool works =
+        trial != MAP_FAILED && syscall(SYS_mbind, trial, kHugePage, MPOL_INTERLEAVE, nodes.bits, Nodes::kMost, 0) == 0;
     const std::string cause = std::strerror(errno);
     if (trial != MAP_FAILED) munmap(trial, kHugePage);
     if (!works) throw InvalidArgument("RECSTORE_MEMORY is interleave, but the system forbids it: " + cause);
@@ -127,7 +134,8 @@ Nodes chosen_nodes() {
 
 // Returns a new private mapping of `bytes` that is aligned to a huge page, or null.
 char* map_aligned(size_t bytes) {
-  void* raw = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* raw =
+      mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) return nullptr;
   const auto begin = reinterpret_cast<uintptr_t>(raw);
   const uintptr_t aligned = (begin + kHugePage - 1) & ~(kHugePage - 1);
@@ -160,7 +168,8 @@ size_t available_memory(const std::string& root) {
 }
 
 void check_available(size_t bytes) {
-  const bool enough = bytes <= available_memory() || (BufferPool::instance().free_idle() > 0 && bytes <= available_memory());
+  const bool enough =
+      bytes <= available_memory() || (BufferPool::instance().free_idle() > 0 && bytes <= available_memory());
   if (!enough) throw OutOfMemory(std::to_string(bytes) + " more bytes are not available on this machine");
 }
 
@@ -190,8 +199,9 @@ void Region::grow(size_t bytes) {
   size_t begin = 0;
   for (const size_t end : pieces_) {
     char* from = data_ + begin;
-    const bool moved = bytes_ != kSmall &&  // small pages cannot become part of a huge one
-                       mremap(from, end - begin, end - begin, MREMAP_MAYMOVE | MREMAP_FIXED, fresh + begin) != MAP_FAILED;
+    const bool moved =
+        bytes_ != kSmall &&  // small pages cannot become part of a huge one
+        mremap(from, end - begin, end - begin, MREMAP_MAYMOVE | MREMAP_FIXED, fresh + begin) != MAP_FAILED;
     if (!moved) {
       std::memcpy(fresh + begin, from, end - begin);
       munmap(from, end - begin);

@@ -26,8 +26,8 @@ bool is_admitted(const Table& table, int64_t id, Arrival arrival) {
 void check_working_set(const Table& table, int64_t rows) {
   const int64_t most = table.config().bounds.max_rows;
   if (rows <= most) return;
-  throw InvalidArgument("table '" + table.config().name + "' needs " + std::to_string(rows) + " rows at once, max_rows is " +
-                        std::to_string(most) + " for this shard");
+  throw InvalidArgument("table '" + table.config().name + "' needs " + std::to_string(rows) +
+                        " rows at once, max_rows is " + std::to_string(most) + " for this shard");
 }
 
 Arrivals::Arrivals(Table& table, std::vector<Miss> misses, Arrival arrival)

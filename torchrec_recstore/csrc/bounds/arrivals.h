@@ -5,8 +5,8 @@
 #include <optional>
 #include <vector>
 
-#include "bounds/eviction.h"
 #include "base/executor.h"
+#include "bounds/eviction.h"
 #include "lookup/insertion.h"
 #include "rows/table.h"
 

@@ -13,17 +13,17 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kPart = 32;            // one row in this many of a full table moves to its cold store at once,
-constexpr int64_t kMostAtOnce = 4096;    // or at most this many, so that no step waits for many more rows than it needs
-constexpr int64_t kExpiryParts = 4;      // number of searches for expired rows within Expiry.steps
-constexpr int64_t kTaskEntries = 4096;   // entries of the index in a task
-constexpr int64_t kRoundWalks = 128;     // tasks whose results are joined at once: at most 11 MB
+constexpr int64_t kPart = 32;           // one row in this many of a full table moves to its cold store at once,
+constexpr int64_t kMostAtOnce = 4096;   // or at most this many, so that no step waits for many more rows than it needs
+constexpr int64_t kExpiryParts = 4;     // number of searches for expired rows within Expiry.steps
+constexpr int64_t kTaskEntries = 4096;  // entries of the index in a task
+constexpr int64_t kRoundWalks = 128;    // tasks whose results are joined at once: at most 11 MB
 constexpr int64_t kTaskSlots = 1 << 13;
 constexpr uint32_t kNoClass = 0xFFFF;
-constexpr int64_t kQueuePart = 32;       // one row in this many of a full table is in its queue
+constexpr int64_t kQueuePart = 32;  // one row in this many of a full table is in its queue
 constexpr int64_t kLeastQueue = 1024;
-constexpr int64_t kSettled = 4;          // rows of the next era's queue that are checked for each row that is evicted
-constexpr size_t kMetaAhead = 32;        // rows whose bookkeeping is prefetched
+constexpr int64_t kSettled = 4;    // rows of the next era's queue that are checked for each row that is evicted
+constexpr size_t kMetaAhead = 32;  // rows whose bookkeeping is prefetched
 constexpr size_t kSample = 3072;
 
 // A monotone map of 32-bit values to few classes. Values below 2**kBits map to themselves; larger values are told apart
@@ -106,7 +106,8 @@ template <class Test>
 SlotSet slots_where(const Rows& rows, Executor& executor, const Test& test) {
   const int64_t slots = rows.slots();
   SlotSet found(slots);
-  for_each_task(executor, (slots + kTaskSlots - 1) / kTaskSlots, [&](int64_t task) {  // each task writes words of its own
+  // Each task writes words of its own.
+  for_each_task(executor, (slots + kTaskSlots - 1) / kTaskSlots, [&](int64_t task) {
     for (int64_t s = task * kTaskSlots; s < std::min((task + 1) * kTaskSlots, slots); ++s) {
       if (test(static_cast<Slot>(s))) found.add(static_cast<Slot>(s));
     }
@@ -117,7 +118,8 @@ SlotSet slots_where(const Rows& rows, Executor& executor, const Test& test) {
 // Appends make(id, slot) for every row whose slot is in `slots`, in no particular order. cut(out) is called from time
 // to time and may drop elements.
 template <class T, class Make, class Cut>
-void append_each_of(const Table& table, const SlotSet& slots, Executor& executor, const Make& make, std::vector<T>& out, const Cut& cut) {
+void append_each_of(const Table& table, const SlotSet& slots, Executor& executor, const Make& make, std::vector<T>& out,
+                    const Cut& cut) {
   const Index& index = table.index();
   const uint64_t positions = index.positions(kTaskEntries);
   const auto walks = static_cast<int64_t>((Index::kPositions + positions - 1) / positions);
@@ -136,7 +138,8 @@ void append_each_of(const Table& table, const SlotSet& slots, Executor& executor
 }
 
 template <class Policy>
-std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSet& kept, int64_t count, Executor& executor) {
+std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSet& kept, int64_t count,
+                          Executor& executor) {
   const Rows& rows = table.rows();
   const int64_t slots = rows.slots();
   SlotSet rest = kept;  // kept slots, and slots without a row
@@ -174,9 +177,12 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
     some.resize(static_cast<size_t>(count));
   };
   std::vector<Candidate> candidates;
-  append_each_of(table, wanted, executor, [&](int64_t id, Slot slot) {
-    return Candidate{policy.rank(rows.meta(slot)), mix(static_cast<uint64_t>(id)), slot};
-  }, candidates, [&](std::vector<Candidate>& some) { cut_to(some, 2 * count); });
+  append_each_of(
+      table, wanted, executor,
+      [&](int64_t id, Slot slot) {
+        return Candidate{policy.rank(rows.meta(slot)), mix(static_cast<uint64_t>(id)), slot};
+      },
+      candidates, [&](std::vector<Candidate>& some) { cut_to(some, 2 * count); });
   cut_to(candidates, count);
   std::vector<Leaver> leavers;
   leavers.reserve(candidates.size());
@@ -223,7 +229,8 @@ std::vector<Leaver> least_rows(const Table& table, const SlotSet& kept, int64_t 
   return by_policy(table, [&](const auto& policy) { return least(table, policy, kept, count, executor); });
 }
 
-std::vector<Leaver> EvictionQueue::next(const Table& table, const SlotSet& kept, int64_t count, Executor& executor) try {
+std::vector<Leaver> EvictionQueue::next(const Table& table, const SlotSet& kept, int64_t count,
+                                        Executor& executor) try {
   put_offered_back();  // they were not evicted
   if (count > queue_rows(table)) return least_rows(table, kept, count, executor);
   return by_policy(table, [&](const auto& policy) { return next_by(policy, table, kept, count, executor); });
@@ -267,9 +274,9 @@ void EvictionQueue::enter_era(const Policy& policy) {
   }
 }
 
-// Continues to fill the queue of the next era, so that it is full when the era begins, if evictions go on as since the last
-// one. This begins when they will take fewer than half of the rows that the queue can have. The walk takes half of the time
-// that is left. In the other half, the rows that leave in the meantime are taken out.
+// Continues to fill the queue of the next era, so that it is full when the era begins, if evictions go on as since the
+// last one. This begins when they will take fewer than half of the rows that the queue can have. The walk takes half of
+// the time that is left. In the other half, the rows that leave in the meantime are taken out.
 template <class Policy>
 void EvictionQueue::prepare_next_era(const Policy& policy, const Table& table, int64_t count, Executor& executor) {
   const std::optional<Policy> next = policy.in_next_era();
@@ -285,7 +292,8 @@ void EvictionQueue::prepare_next_era(const Policy& policy, const Table& table, i
   next_era_->rank_arrivals(*next, table);
   if (!next_era_->ready_) {
     const uint32_t middle = next_era_->last_next_ + (next->now - next_era_->last_next_) / 2;
-    return next_era_->walk(*next, table, policy.now < middle ? static_cast<double>(apart) / (middle - policy.now) : 1, executor);
+    return next_era_->walk(*next, table, policy.now < middle ? static_cast<double>(apart) / (middle - policy.now) : 1,
+                           executor);
   }
   for (int64_t i = 0; i < kSettled * count && !next_era_->queue_.empty(); ++i) {
     if (next_era_->first_row(*next, table) != kNoSlot) return;
@@ -311,9 +319,12 @@ void EvictionQueue::walk(const Policy& policy, const Table& table, double part, 
   }
   const uint64_t positions = index.positions(kTaskEntries);
   const uint64_t rest = Index::kPositions - position_;
-  const uint64_t end = part >= 1 ? Index::kPositions : position_ + std::min(rest, static_cast<uint64_t>(part * static_cast<double>(rest)) + 1);
+  const uint64_t end = part >= 1
+                           ? Index::kPositions
+                           : position_ + std::min(rest, static_cast<uint64_t>(part * static_cast<double>(rest)) + 1);
   while (position_ < end) {
-    const auto tasks = static_cast<int64_t>(std::min<uint64_t>(kRoundWalks, (end - position_ + positions - 1) / positions));
+    const auto tasks =
+        static_cast<int64_t>(std::min<uint64_t>(kRoundWalks, (end - position_ + positions - 1) / positions));
     std::vector<std::vector<Ranked>> parts(static_cast<size_t>(tasks));
     for_each_task(executor, tasks, [&](int64_t task) {
       const uint64_t first = position_ + static_cast<uint64_t>(task) * positions;
@@ -338,8 +349,8 @@ void EvictionQueue::walk(const Policy& policy, const Table& table, double part, 
   if (position_ == Index::kPositions) end_walk();
 }
 
-// Returns the rank below which a sample has five quarters of the rows that a walk keeps. Nothing depends on which rows are in
-// the sample: the first ones of the index are as good as any, because their hashes have a salt.
+// Returns the rank below which a sample has five quarters of the rows that a walk keeps. Nothing depends on which rows
+// are in the sample: the first ones of the index are as good as any, because their hashes have a salt.
 template <class Policy>
 EvictionQueue::Ranked EvictionQueue::first_bound(const Policy& policy, const Table& table) const {
   const Index& index = table.index();
@@ -351,7 +362,8 @@ EvictionQueue::Ranked EvictionQueue::first_bound(const Policy& policy, const Tab
     ++visited;
   });
   if (sample.empty()) return {UINT64_MAX, UINT64_MAX};
-  const auto below = static_cast<size_t>(1.25 * visited * static_cast<double>(most_) / static_cast<double>(table.size()));
+  const auto below =
+      static_cast<size_t>(1.25 * visited * static_cast<double>(most_) / static_cast<double>(table.size()));
   if (below >= sample.size()) return {UINT64_MAX, UINT64_MAX};
   std::nth_element(sample.begin(), sample.begin() + below, sample.end());
   return sample[below];
@@ -360,7 +372,8 @@ EvictionQueue::Ranked EvictionQueue::first_bound(const Policy& policy, const Tab
 // Drops about a third of the rows. A sample tells which, because an exact rank would take several times as long.
 void EvictionQueue::cut() {
   bound_ = part_of_sample(lowest_, kSample * 2 / 3);
-  lowest_.erase(std::remove_if(lowest_.begin(), lowest_.end(), [&](const Ranked& row) { return !(row < bound_); }), lowest_.end());
+  lowest_.erase(std::remove_if(lowest_.begin(), lowest_.end(), [&](const Ranked& row) { return !(row < bound_); }),
+                lowest_.end());
 }
 
 void EvictionQueue::Queue::push(const Ranked& row) {
@@ -430,8 +443,8 @@ void EvictionQueue::rank_arrivals(const Policy& policy, const Table& table) {
   arrivals_.clear();
 }
 
-// Returns the slot of the first row of the queue. If the row has left the table or has another rank, returns kNoSlot and
-// gives it the place that it has now.
+// Returns the slot of the first row of the queue. If the row has left the table or has another rank, returns kNoSlot
+// and gives it the place that it has now.
 template <class Policy>
 Slot EvictionQueue::first_row(const Policy& policy, const Table& table) {
   const Ranked ranked = queue_.first();
@@ -445,7 +458,8 @@ Slot EvictionQueue::first_row(const Policy& policy, const Table& table) {
 }
 
 template <class Policy>
-std::vector<Leaver> EvictionQueue::next_by(const Policy& policy, const Table& table, const SlotSet& kept, int64_t count, Executor& executor) {
+std::vector<Leaver> EvictionQueue::next_by(const Policy& policy, const Table& table, const SlotSet& kept, int64_t count,
+                                           Executor& executor) {
   enter_era(policy);
   prepare_next_era(policy, table, count, executor);
   std::vector<Leaver> leavers;
@@ -471,7 +485,8 @@ std::vector<Leaver> EvictionQueue::next_by(const Policy& policy, const Table& ta
     for (const Ranked& ranked : stay) queue_.push(ranked);
     const bool enough = static_cast<int64_t>(leavers.size()) == count;
     // The next walk ends when this queue does.
-    walk(policy, table, enough ? static_cast<double>(count) / static_cast<double>(queue_.size() + leavers.size()) : 1, executor);
+    walk(policy, table, enough ? static_cast<double>(count) / static_cast<double>(queue_.size() + leavers.size()) : 1,
+         executor);
     if (enough) return leavers;
   }
   return least(table, policy, kept, count, executor);
@@ -495,8 +510,9 @@ std::vector<Leaver> expired_rows(const Table& table, int64_t before, const SlotS
   old.remove(kept);
   if (old.empty()) return {};
   std::vector<Leaver> leavers;
-  append_each_of(table, old, executor, [](int64_t id, Slot slot) { return Leaver{id, slot}; }, leavers,
-                 [](std::vector<Leaver>&) {});
+  append_each_of(
+      table, old, executor, [](int64_t id, Slot slot) { return Leaver{id, slot}; }, leavers,
+      [](std::vector<Leaver>&) {});
   return by_part(table.index(), leavers);  // a line may be home to ids of two parts
 }
 

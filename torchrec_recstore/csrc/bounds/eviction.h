@@ -32,8 +32,8 @@ int64_t leaving_at_once(const Table& table, int64_t needed);
 // no rows expire in this step. Only the number decides, so that all shards, and a run that was resumed, remove the same
 // rows. Of Bounds::expiry_time, the table's wall_clock() decides.
 int64_t expired_before(const Table& table, int64_t step);
-// Returns the rows whose last step is earlier than `before`, among the rows whose slots are not in `kept`, by the parts of
-// the index. The caller holds the lock.
+// Returns the rows whose last step is earlier than `before`, among the rows whose slots are not in `kept`, by the parts
+// of the index. The caller holds the lock.
 std::vector<Leaver> expired_rows(const Table& table, int64_t before, const SlotSet& kept, Executor& executor);
 
 // Returns the rows by the parts of the index; within a part they keep their order.

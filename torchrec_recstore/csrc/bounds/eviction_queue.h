@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "base/executor.h"
-#include "index/index.h"
 #include "base/memory.h"
+#include "index/index.h"
 #include "index/sets.h"
 
 namespace recstore {
@@ -14,25 +14,26 @@ namespace recstore {
 class Table;
 struct Leaver;
 
-// The rows that a table will evict next. It finds them ahead, in a walk over the index that each eviction continues by as
-// much as it uses up, so that no step has to search a full table. It is a cache: next() returns what least_rows() would
-// return, for any number of threads and also after a restart, which begins without a queue.
+// The rows that a table will evict next. It finds them ahead, in a walk over the index that each eviction continues by
+// as much as it uses up, so that no step has to search a full table. It is a cache: next() returns what least_rows()
+// would return, for any number of threads and also after a restart, which begins without a queue.
 //
-// Every row that ranks below a limit is in the queue. A walk keeps the lowest of the rows that rank above it, and at its
-// end they join the queue and raise the limit. The rank of a row that is used only rises; a row is ranked again when its
-// turn comes. A row whose score becomes lower is noted like a new row, and is then in the queue at both ranks. Under LRU a new row ranks above all rows of before. Under LFU it ranks low, and so may a row that
-// returns from a cold store: these rows are noted. What else lowers ranks calls reset(): rows that are written with
-// their bookkeeping, and another clock.
+// Every row that ranks below a limit is in the queue. A walk keeps the lowest of the rows that rank above it, and at
+// its end they join the queue and raise the limit. The rank of a row that is used only rises; a row is ranked again
+// when its turn comes. A row whose score becomes lower is noted like a new row, and is then in the queue at both ranks.
+// Under LRU a new row ranks above all rows of before. Under LFU it ranks low, and so may a row that returns from a cold
+// store: these rows are noted. What else lowers ranks calls reset(): rows that are written with their bookkeeping, and
+// another clock.
 //
-// A halving of LFU changes the places of rows, but it is known before which rows rank low after it: another queue ranks by the
-// first step of the next era, the time between two halvings. It is filled shortly before the halving, and takes the place of
-// this one there.
+// A halving of LFU changes the places of rows, but it is known before which rows rank low after it: another queue ranks
+// by the first step of the next era, the time between two halvings. It is filled shortly before the halving, and takes
+// the place of this one there.
 //
 // The caller holds the lock of the table alone.
 class EvictionQueue {
  public:
-  // Returns the `count` rows that the policy ranks lowest, among the rows whose slots are not in `kept`; fewer if there are
-  // fewer such rows. Throws std::bad_alloc.
+  // Returns the `count` rows that the policy ranks lowest, among the rows whose slots are not in `kept`; fewer if there
+  // are fewer such rows. Throws std::bad_alloc.
   std::vector<Leaver> next(const Table& table, const SlotSet& kept, int64_t count, Executor& executor);
   // Notes that the rows of the last next() have been evicted.
   void evicted() noexcept { offered_.clear(); }
@@ -42,7 +43,8 @@ class EvictionQueue {
   void reserve(int64_t rows);
   // Makes room for calls of arrived() with rows whose ranks have become lower. Throws std::bad_alloc.
   void reserve_lowered(int64_t rows) {
-    // The queue has the rows at their former ranks, too. If there are too many, a search of the whole table takes less time.
+    // The queue has the rows at their former ranks, too. If there are too many, a search of the whole table takes less
+    // time.
     if (static_cast<int64_t>(queue_.size() + arrivals_.size()) > kMostLowered * most_) reset();
     reserve(rows);
   }
@@ -61,11 +63,13 @@ class EvictionQueue {
   struct Ranked {
     uint64_t rank;
     uint64_t mixed_id;  // decides between rows of equal rank
-    bool operator<(const Ranked& other) const { return rank != other.rank ? rank < other.rank : mixed_id < other.mixed_id; }
+    bool operator<(const Ranked& other) const {
+      return rank != other.rank ? rank < other.rank : mixed_id < other.mixed_id;
+    }
   };
 
-  // Rows, of which the first one ranks lowest. Only the lowest ones are in a heap, which fits into a cache, so that many rows
-  // can be added at once.
+  // Rows, of which the first one ranks lowest. Only the lowest ones are in a heap, which fits into a cache, so that
+  // many rows can be added at once.
   class Queue {
    public:
     bool empty() const { return heap_.empty() && rest_.empty(); }
@@ -82,7 +86,8 @@ class EvictionQueue {
   };
 
   template <class Policy>
-  std::vector<Leaver> next_by(const Policy& policy, const Table& table, const SlotSet& kept, int64_t count, Executor& executor);
+  std::vector<Leaver> next_by(const Policy& policy, const Table& table, const SlotSet& kept, int64_t count,
+                              Executor& executor);
   template <class Policy>
   void enter_era(const Policy& policy);
   template <class Policy>
@@ -102,12 +107,12 @@ class EvictionQueue {
 
   // The walk.
   bool walking_ = false;
-  uint64_t position_ = 0;       // in the index, at which it continues
-  uint32_t since_ = 0;          // the clock at its beginning
-  int64_t most_ = 0;            // about how many of the rows it keeps
-  std::vector<Ranked> lowest_;  // of the rows that it has visited
-  std::vector<int64_t> passed_; // rows that have left the queue, because they rank above limit_, since the walk began
-  Ranked bound_{};              // the other rows that it has visited do not rank below this
+  uint64_t position_ = 0;        // in the index, at which it continues
+  uint32_t since_ = 0;           // the clock at its beginning
+  int64_t most_ = 0;             // about how many of the rows it keeps
+  std::vector<Ranked> lowest_;   // of the rows that it has visited
+  std::vector<int64_t> passed_;  // rows that have left the queue, because they rank above limit_, since the walk began
+  Ranked bound_{};               // the other rows that it has visited do not rank below this
 
   // The queue.
   bool ready_ = false;

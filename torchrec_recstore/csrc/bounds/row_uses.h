@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "rows/config.h"
 #include "row_loops/row_loops.h"
+#include "rows/config.h"
 
 namespace recstore {
 
@@ -18,9 +18,9 @@ inline void note_use(RowMeta& meta, uint32_t step, uint32_t times, const Bounds&
   if (meta.last_step < step) meta.last_step = step;
 }
 
-// The scores of Eviction::kLeastScored are finite floats. RowMeta::frequency has a score as a number that ascends with the
-// score. The numbers of finite floats lie in a range that has neither 0, which new rows have, nor the frequencies below
-// 2**23 of rows that were written without a score: such rows have no score.
+// The scores of Eviction::kLeastScored are finite floats. RowMeta::frequency has a score as a number that ascends with
+// the score. The numbers of finite floats lie in a range that has neither 0, which new rows have, nor the frequencies
+// below 2**23 of rows that were written without a score: such rows have no score.
 constexpr uint32_t kLeastScore = 0x00800000u;
 constexpr uint32_t kLargestScore = 0xFF7FFFFFu;
 

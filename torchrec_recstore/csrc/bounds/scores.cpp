@@ -6,16 +6,17 @@
 #include <vector>
 
 #include "base/error.h"
-#include "lookup/find.h"
 #include "bounds/row_uses.h"
 #include "index/sets.h"
+#include "lookup/find.h"
 
 namespace recstore {
 namespace {
 
 void check_scores(const Table& table, const float* scores, int64_t n) {
   if (table.config().bounds.eviction != Eviction::kLeastScored) {
-    throw InvalidArgument("the table does not evict by scores: make it with TableOptions(max_rows=..., eviction=Scored())");
+    throw InvalidArgument(
+        "the table does not evict by scores: make it with TableOptions(max_rows=..., eviction=Scored())");
   }
   for (int64_t i = 0; i < n; ++i) {
     if (!std::isfinite(scores[i])) throw InvalidArgument("scores must be finite, got " + std::to_string(scores[i]));

@@ -22,7 +22,8 @@ Sightings::Sightings(int64_t bytes) : buckets_(bytes / 2 / static_cast<int64_t>(
 }
 
 int64_t Sightings::bucket_of(int64_t id) const {
-  return static_cast<int64_t>(mix(static_cast<uint64_t>(id) + 0x9E3779B97F4A7C15u) & static_cast<uint64_t>(buckets_ - 1));
+  return static_cast<int64_t>(mix(static_cast<uint64_t>(id) + 0x9E3779B97F4A7C15u) &
+                              static_cast<uint64_t>(buckets_ - 1));
 }
 
 Sightings::Place Sightings::find(int generation, int64_t id, bool of_part) const {
@@ -79,7 +80,8 @@ void Sightings::add(std::vector<int64_t>& ids, Executor& executor) noexcept {
   const auto begins = part_begins<kParts>(ids.size(), [&](size_t i) { return part_of(ids[i]); });
   std::array<int64_t, kParts> made{};
   std::array<size_t, kParts> left{};  // ids that are added last
-  const bool ends = sizes_[present_] + n > most();  // the order of the ids decides which of them are in the next generation
+  // The order of the ids decides which of them are in the next generation.
+  const bool ends = sizes_[present_] + n > most();
   if (ends || buckets_ < kParts) {
     for (size_t p = 0; p < kParts; ++p) left[p] = begins[p + 1] - begins[p];
   } else {
@@ -123,7 +125,8 @@ void Sightings::write(const int64_t* ids, const uint8_t* counts, const uint8_t* 
   std::vector<int64_t> order(static_cast<size_t>(n));
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return generations[a] != generations[b] ? generations[a] < generations[b] : mix(static_cast<uint64_t>(ids[a])) < mix(static_cast<uint64_t>(ids[b]));
+    return generations[a] != generations[b] ? generations[a] < generations[b]
+                                            : mix(static_cast<uint64_t>(ids[a])) < mix(static_cast<uint64_t>(ids[b]));
   });
   clear(0);
   clear(1);

@@ -25,7 +25,9 @@ std::optional<WallClock::Tick> WallClock::due(int64_t step) const {
   if (now == kUnknown) return std::nullopt;
   if (entries_ > 0 && now - ticks_[entries_ - 1].time < std::max<int64_t>(1, expiry_ / kTicks)) return std::nullopt;
   int64_t expired_before = expired_before_;
-  for (size_t i = 0; i < entries_ && now - ticks_[i].time > expiry_; ++i) expired_before = std::max(expired_before, ticks_[i].step);
+  for (size_t i = 0; i < entries_ && now - ticks_[i].time > expiry_; ++i) {
+    expired_before = std::max(expired_before, ticks_[i].step);
+  }
   return Tick{step, now, expired_before};
 }
 
@@ -33,7 +35,8 @@ void WallClock::add(const Tick& tick) noexcept {
   now_ = tick.time;
   expired_before_ = tick.expired_before;
   append({tick.step, tick.time});
-  const auto first = std::find_if(ticks_.begin(), ticks_.begin() + entries_, [&](const Entry& entry) { return entry.step > expired_before_; });
+  const auto first = std::find_if(ticks_.begin(), ticks_.begin() + entries_,
+                                  [&](const Entry& entry) { return entry.step > expired_before_; });
   entries_ = static_cast<size_t>(std::move(first, ticks_.begin() + entries_, ticks_.begin()) - ticks_.begin());
 }
 
@@ -103,7 +106,9 @@ void WallClock::set_steps(int64_t steps) noexcept {
 }
 
 std::vector<int64_t> WallClock::state() const {
-  std::vector<int64_t> state{of_events_, of_events_ ? now_ : std::max(now_, system_time()), expired_before_, ahead_, refused_, agreeing_, last_refused_};
+  std::vector<int64_t> state{
+      of_events_,   of_events_ ? now_ : std::max(now_, system_time()), expired_before_, ahead_, refused_, agreeing_,
+      last_refused_};
   for (size_t i = 0; i < entries_; ++i) state.insert(state.end(), {ticks_[i].step, ticks_[i].time});
   return state;
 }

@@ -38,9 +38,9 @@ class WallClock {
   int64_t expired_before() const { return expired_before_; }
 
   // Sets the time of the events to the latest of `times` that is at most max_jump away from the present one. If it is
-  // earlier, it changes nothing. If there is none, all are refused, unless kAgreeing calls in a row agree. Of each call the
-  // time that is nearest to the present one counts, and it agrees with that of the call before if it is at most max_jump
-  // away from it. The first call sets the time to the latest of `times`.
+  // earlier, it changes nothing. If there is none, all are refused, unless kAgreeing calls in a row agree. Of each call
+  // the time that is nearest to the present one counts, and it agrees with that of the call before if it is at most
+  // max_jump away from it. The first call sets the time to the latest of `times`.
   //
   // Returns the time that is furthest away, if it was refused.
   std::optional<int64_t> set(const std::vector<int64_t>& times) noexcept;

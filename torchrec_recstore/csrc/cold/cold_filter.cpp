@@ -24,7 +24,8 @@ ColdFilter::Mask ColdFilter::mask_of(uint64_t hash) {
 }
 
 uint64_t* ColdFilter::block_of(const Level& level, uint64_t hash) {
-  const auto block = static_cast<uint64_t>((static_cast<unsigned __int128>(hash) * static_cast<uint64_t>(level.blocks)) >> 64);
+  const auto block =
+      static_cast<uint64_t>((static_cast<unsigned __int128>(hash) * static_cast<uint64_t>(level.blocks)) >> 64);
   return reinterpret_cast<uint64_t*>(level.memory.data()) + block * kBlockWords;
 }
 
@@ -44,7 +45,8 @@ void ColdFilter::reserve(std::vector<Level>& levels, const int64_t* ids, int64_t
 void ColdFilter::add(std::vector<Level>& levels, const int64_t* ids, int64_t n) noexcept {
   std::for_each(ids, ids + n, [&](int64_t id) {
     if (contains(levels, id)) return;
-    Level& level = *std::find_if(levels.begin(), levels.end(), [](const Level& one) { return one.ids < one.blocks * kBlockIds; });
+    Level& level =
+        *std::find_if(levels.begin(), levels.end(), [](const Level& one) { return one.ids < one.blocks * kBlockIds; });
     const uint64_t hash = mix(static_cast<uint64_t>(id));
     const Mask mask = mask_of(hash);
     uint64_t* block = block_of(level, hash);

@@ -11,8 +11,8 @@ namespace recstore {
 // of blocked Bloom filters (Putze, Sanders, Singler 2007) with one byte for each id. Each filter is twice as large as
 // the one before.
 //
-// A Bloom filter cannot forget an id. The owner of the store renews the chain instead: it begins a new one, keeps the ids
-// that a scan of the store finds in it, and then replaces the old one. Ids that are added meanwhile are in both.
+// A Bloom filter cannot forget an id. The owner of the store renews the chain instead: it begins a new one, keeps the
+// ids that a scan of the store finds in it, and then replaces the old one. Ids that are added meanwhile are in both.
 class ColdFilter {
  public:
   // ids: the number of ids for which the first filter has room.

@@ -4,11 +4,11 @@
 #include <cstring>
 #include <string>
 
-#include "bounds/arrivals.h"
 #include "base/error.h"
+#include "bounds/arrivals.h"
 #include "bounds/eviction.h"
-#include "lookup/find.h"
 #include "index/sets.h"
+#include "lookup/find.h"
 #include "rows/transfer.h"
 
 namespace recstore {
@@ -65,13 +65,16 @@ std::vector<int64_t> leaving_ids(Table& table, const int64_t* ids, int64_t n, in
   kept.add(slots.data(), n);
   check_working_set(table, kept.size() + new_rows);
   std::vector<int64_t> leaving;
-  for (const Leaver& row : table.evictions().next(table, kept, leaving_at_once(table, over), executor)) leaving.push_back(row.id);
+  for (const Leaver& row : table.evictions().next(table, kept, leaving_at_once(table, over), executor)) {
+    leaving.push_back(row.id);
+  }
   return leaving;
 }
 
 void read_images(const Table& table, const int64_t* ids, int64_t n, char* images, Executor& executor) {
   const std::vector<Slot> slots = find_rows(table, ids, n, executor);
-  for_each_row(table.rows(), slots, executor, [&](int64_t i) { read_image(table, slots[i], images + i * table.image_bytes()); });
+  for_each_row(table.rows(), slots, executor,
+               [&](int64_t i) { read_image(table, slots[i], images + i * table.image_bytes()); });
 }
 
 void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool* left) {
@@ -104,7 +107,8 @@ void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images,
     if (slots[i] != kNoSlot) throw InvalidArgument("id " + std::to_string(ids[i]) + " has a row already");
   }
   find_or_insert(table, ids, n, slots.data(), executor, Arrival::kReturn);
-  for_each_row(table.rows(), slots, executor, [&](int64_t i) { write_image(table, slots[i], images + i * table.image_bytes()); });
+  for_each_row(table.rows(), slots, executor,
+               [&](int64_t i) { write_image(table, slots[i], images + i * table.image_bytes()); });
   if (!looked_up) return;
   table.counters().misses += n;
   table.counters().cold_hits += n;
@@ -112,7 +116,9 @@ void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images,
 
 std::vector<int64_t> expired_ids(const Table& table, Executor& executor) {
   const int64_t expiry = table.config().bounds.expiry;
-  const int64_t before = table.wall_clock() != nullptr ? table.wall_clock()->expired_before() : expiry > 0 ? table.clock() - expiry : 0;
+  const int64_t before = table.wall_clock() != nullptr ? table.wall_clock()->expired_before()
+                         : expiry > 0                  ? table.clock() - expiry
+                                                       : 0;
   if (before <= 0) return {};
   std::vector<int64_t> ids;
   for (const Leaver& row : expired_rows(table, before, pinned_slots(table), executor)) ids.push_back(row.id);

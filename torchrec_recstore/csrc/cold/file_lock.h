@@ -4,9 +4,9 @@
 
 namespace recstore {
 
-// The lock of a file, which one object in one process holds at a time. It is an flock of a file descriptor of its own, so
-// that it stays when the process opens and closes the file elsewhere, which would end a POSIX lock. The operating system
-// releases it when the process ends for any reason.
+// The lock of a file, which one object in one process holds at a time. It is an flock of a file descriptor of its own,
+// so that it stays when the process opens and closes the file elsewhere, which would end a POSIX lock. The operating
+// system releases it when the process ends for any reason.
 //
 // A forked child gives up its part in all locks, so that a child that outlives its parent holds none.
 class FileLock {

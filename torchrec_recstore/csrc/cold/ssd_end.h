@@ -7,17 +7,17 @@
 
 namespace recstore {
 
-// Returns why a file of a store cannot be opened. With O_NOFOLLOW, a link has the code ELOOP: another user can have left
-// it there, and what it names would be overwritten.
+// Returns why a file of a store cannot be opened. With O_NOFOLLOW, a link has the code ELOOP: another user can have
+// left it there, and what it names would be overwritten.
 std::string open_error(int code);
 
 // What a kept SsdStore has acknowledged, in a file beside its rows, PATH.end. It tells damage apart from what a killed
 // process has left at the end: the rows of a call count from the moment in which this file says so.
 //
 // The file begins with one record: the newest segment and how many of its entries count, the number of segments, and a
-// checksum. At byte 4,096 begins one word for each segment: its sequence, or that it is free, and a check of both. A word
-// of a sequence that is newer than the record's counts as free. All are written after what they describe, each by one
-// call of pwrite that changes a few bytes of one page of memory, which a SIGKILL does not interrupt.
+// checksum. At byte 4,096 begins one word for each segment: its sequence, or that it is free, and a check of both. A
+// word of a sequence that is newer than the record's counts as free. All are written after what they describe, each by
+// one call of pwrite that changes a few bytes of one page of memory, which a SIGKILL does not interrupt.
 //
 // All functions throw StorageError if the file cannot be read or written.
 class SsdEnd {

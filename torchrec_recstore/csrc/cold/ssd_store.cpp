@@ -24,9 +24,9 @@ constexpr uint32_t kFirstCapacity = 8;
 constexpr int64_t kSpaceQuarters = 9;
 constexpr int64_t kSpareSegments = 4;
 constexpr int64_t kSegmentBytes = 2 << 20;
-constexpr int64_t kLeastEntries = 64;   // of a segment
-constexpr int64_t kMostIovs = 64;       // two for each row of one read
-constexpr int64_t kReadRows = 512;      // a thread reads at least so many rows
+constexpr int64_t kLeastEntries = 64;                // of a segment
+constexpr int64_t kMostIovs = 64;                    // two for each row of one read
+constexpr int64_t kReadRows = 512;                   // a thread reads at least so many rows
 constexpr uint64_t kMagic = 0x3252'4f54'5344'5353;   // "SSDSTOR2"
 constexpr uint64_t kMagic1 = 0x3152'4f54'5344'5353;  // "SSDSTOR1", of the versions that wrote no SsdEnd
 constexpr uint32_t kKindMask = uint32_t{3} << 30;
@@ -178,7 +178,8 @@ class SsdStore::Batch {
     if (store_.keep_ && before_.segment != kNowhere) {
       try {
         store_.erase_after(before_.segment, before_.used);
-      } catch (const StorageError&) {  // later entries take their place, and a process that opens the file drops the rest
+        // Later entries take their place, and a process that opens the file drops the rest.
+      } catch (const StorageError&) {
       }
     }
     for (; !taken_.empty(); taken_.pop_back()) {
@@ -211,7 +212,8 @@ class SsdStore::Batch {
     header.check = store_.check({place, head.sequence}, header, row);
     std::memcpy(to, &header, sizeof header);
     std::memcpy(to + sizeof header, row, static_cast<size_t>(store_.row_bytes_));
-    std::memset(to + sizeof header + store_.row_bytes_, 0, static_cast<size_t>(store_.stride_ - store_.row_bytes_) - sizeof header);
+    std::memset(to + sizeof header + store_.row_bytes_, 0,
+                static_cast<size_t>(store_.stride_ - store_.row_bytes_) - sizeof header);
     filled_ += store_.stride_;
     return place;
   }
@@ -253,7 +255,9 @@ SsdStore::SsdStore(std::string path, int64_t row_bytes, bool keep)
   file_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC | (keep ? 0 : O_TRUNC), 0600);
   if (file_ < 0) throw StorageError(path_ + " cannot be opened: " + open_error(errno));
   try {
-    lock_.emplace(path_, path_ + " is in use by another process: one process at a time can have these rows, so give each its own path");
+    lock_.emplace(
+        path_,
+        path_ + " is in use by another process: one process at a time can have these rows, so give each its own path");
     ::posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);  // the kernel reads no more than is asked for
     if (keep) recover();
   } catch (...) {
@@ -265,10 +269,12 @@ SsdStore::SsdStore(std::string path, int64_t row_bytes, bool keep)
 SsdStore::~SsdStore() { ::close(file_); }
 
 int64_t SsdStore::offset(uint32_t place) const {
-  return place / per_segment_ * segment_bytes_ + static_cast<int64_t>(sizeof(SegmentHeader)) + place % per_segment_ * stride_;
+  return place / per_segment_ * segment_bytes_ + static_cast<int64_t>(sizeof(SegmentHeader)) +
+         place % per_segment_ * stride_;
 }
 
-// A checksum, and not a hash against attacks: the 64-bit multiplications of wyhash (Wang Yi, public domain), in two lanes.
+// A checksum, and not a hash against attacks: the 64-bit multiplications of wyhash (Wang Yi, public domain), in two
+// lanes.
 uint32_t SsdStore::check(Place place, const Header& header, const char* row) const {
   uint64_t a = multiplied(place.sequence ^ 0xa0761d6478bd642fU, place.number % per_segment_ ^ 0xe7037ed1a0b428dbU);
   uint64_t b = multiplied(static_cast<uint64_t>(header.id) ^ 0x8ebc6af09c88c6e3U, header.left ^ 0x589965cc75374cc3U);
@@ -338,7 +344,9 @@ void SsdStore::read_part(const Place* places, int64_t n, char* rows) const {
   for (int64_t begin = 0; begin < n;) {
     int64_t end = begin + 1;
     while (end < n && end - begin < kMostIovs / 2 && places[end].number == places[end - 1].number + 1 &&
-           places[end].number % per_segment_ != 0) ++end;
+           places[end].number % per_segment_ != 0) {
+      ++end;
+    }
     const Run run{begin, end - begin};
     const int64_t bytes = describe(run), at = offset(places[begin].number);
     if (::preadv2(file_, parts, static_cast<int>(2 * run.rows), at, RWF_NOWAIT) != bytes) {
@@ -369,7 +377,8 @@ void SsdStore::read_part(const Place* places, int64_t n, char* rows) const {
   }
 }
 
-void SsdStore::get(const int64_t* ids, int64_t n, bool* found, const std::function<char*(int64_t)>& receive, Executor& executor) {
+void SsdStore::get(const int64_t* ids, int64_t n, bool* found, const std::function<char*(int64_t)>& receive,
+                   Executor& executor) {
   const std::lock_guard<std::mutex> lock(mutex_);
   constexpr int64_t kAhead = 16;
   std::vector<Place> places;
@@ -442,21 +451,26 @@ uint32_t SsdStore::take_segment() {
     free_.pop_back();
     return segment;
   }
-  if ((segments_.size() + 1) * per_segment_ >= kNowhere) throw StorageError(path_ + " is full: it has 2**32 places for rows");
+  if ((segments_.size() + 1) * per_segment_ >= kNowhere) {
+    throw StorageError(path_ + " is full: it has 2**32 places for rows");
+  }
   segments_.emplace_back();
   return static_cast<uint32_t>(segments_.size() - 1);
 }
 
-int64_t SsdStore::used_segments() const { return static_cast<int64_t>(segments_.size() - free_.size() - freed_.size()); }
+int64_t SsdStore::used_segments() const {
+  return static_cast<int64_t>(segments_.size() - free_.size() - freed_.size());
+}
 
-// Makes a segment free that no scan reads. The next process that opens a kept file must not find its entries. A file with
-// many free segments gives their space back to the file system, and so does a call with give_back.
+// Makes a segment free that no scan reads. The next process that opens a kept file must not find its entries. A file
+// with many free segments gives their space back to the file system, and so does a call with give_back.
 void SsdStore::release(uint32_t segment, bool give_back) {
   const int64_t at = int64_t{segment} * segment_bytes_;
   give_back = give_back || static_cast<int64_t>(free_.size()) > kSpareSegments + used_segments() / 4;
   // First: an entry that counts is never missing in the file.
   if (keep_) end_.set_segment(segment, 0);
-  const bool given_back = give_back && ::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, segment_bytes_) == 0;
+  const bool given_back =
+      give_back && ::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, segment_bytes_) == 0;
   if (keep_ && !given_back) {
     const SegmentHeader none{};
     write(reinterpret_cast<const char*>(&none), sizeof none, at);
@@ -479,7 +493,8 @@ void SsdStore::erase_after(uint32_t segment, uint32_t used) {
 // Moves at most about `most` entries.
 void SsdStore::clean(int64_t most) {
   try {
-    for (int64_t moved = 0; moved < most && used_segments() > kSpaceQuarters * live_ / 4 / per_segment_ + kSpareSegments;) {
+    for (int64_t moved = 0;
+         moved < most && used_segments() > kSpaceQuarters * live_ / 4 / per_segment_ + kSpareSegments;) {
       const uint32_t segment = victim();
       if (segment == kNowhere) return;
       moved += move(segment) + 1;
@@ -509,7 +524,10 @@ uint32_t SsdStore::victim() {
     const Segment& segment = segments_[s];
     if (segment.sequence == 0 || segment.damaged || s == head_.segment) continue;
     if (std::find(freed_.begin(), freed_.end(), s) != freed_.end()) continue;
-    if (best == kNowhere || (oldest ? segment.sequence < segments_[best].sequence : segment.live < segments_[best].live)) best = s;
+    if (best == kNowhere ||
+        (oldest ? segment.sequence < segments_[best].sequence : segment.live < segments_[best].live)) {
+      best = s;
+    }
   }
   return best;
 }
@@ -526,9 +544,12 @@ int64_t SsdStore::move(uint32_t segment) {
   const Segment from = segments_[segment];
   if (from.live > 0 || !scans_.empty()) {
     moving_.resize(static_cast<size_t>(segment_bytes_));
-    read_all(moving_.data(), int64_t{per_segment_} * stride_ + static_cast<int64_t>(sizeof(SegmentHeader)), int64_t{segment} * segment_bytes_);
+    read_all(moving_.data(), int64_t{per_segment_} * stride_ + static_cast<int64_t>(sizeof(SegmentHeader)),
+             int64_t{segment} * segment_bytes_);
     bool is_oldest = true;
-    for (const Segment& other : segments_) is_oldest = is_oldest && (other.sequence == 0 || other.sequence >= from.sequence);
+    for (const Segment& other : segments_) {
+      is_oldest = is_oldest && (other.sequence == 0 || other.sequence >= from.sequence);
+    }
     for (uint32_t e = 0; e < per_segment_; ++e) {
       Header header;
       char* entry = moving_.data() + sizeof(SegmentHeader) + e * stride_;
@@ -589,7 +610,9 @@ std::vector<int64_t> SsdStore::deleted(int64_t first, const char* row) const {
 
 // Writes the ids after the first one. A deletion that has room for more than n ids has the last one several times.
 void SsdStore::set_deleted(const int64_t* ids, size_t n, char* row) const {
-  for (size_t j = 0; j < static_cast<size_t>(row_bytes_ / 8); ++j) std::memcpy(row + 8 * j, &ids[std::min(j + 1, n - 1)], 8);
+  for (size_t j = 0; j < static_cast<size_t>(row_bytes_ / 8); ++j) {
+    std::memcpy(row + 8 * j, &ids[std::min(j + 1, n - 1)], 8);
+  }
 }
 
 // Takes the ids that have a row again out of a deletion, and returns whether ids are left.
@@ -647,19 +670,23 @@ std::optional<SsdStore::SegmentHeader> SsdStore::header_of(uint32_t segment, int
   const int64_t at = int64_t{segment} * segment_bytes_;
   if (at >= file_bytes) return std::nullopt;
   read_all(reinterpret_cast<char*>(&header), std::min<int64_t>(sizeof header, file_bytes - at), at);
-  if ((header.magic != kMagic && header.magic != kMagic1) || header.check != header.computed_check()) return std::nullopt;
+  if ((header.magic != kMagic && header.magic != kMagic1) || header.check != header.computed_check()) {
+    return std::nullopt;
+  }
   if (header.row_bytes != static_cast<uint64_t>(row_bytes_)) throw_other_rows(header.row_bytes);
   return header;
 }
 
 void SsdStore::throw_other_rows(uint64_t row_bytes) const {
   throw StorageError(path_ + " has rows of " + std::to_string(row_bytes) + " bytes, and the table has rows of " +
-                     std::to_string(row_bytes_) + " bytes: use the columns, dtype and optimizer of then, or another name");
+                     std::to_string(row_bytes_) +
+                     " bytes: use the columns, dtype and optimizer of then, or another name");
 }
 
 // Finds the segments whose entries count, and returns them, the oldest one first. All others are free.
 std::vector<uint32_t> SsdStore::counted_segments(const SsdEnd::State& end, int64_t file_bytes) {
-  const bool has_rows = std::any_of(end.segments.begin(), end.segments.end(), [](uint64_t sequence) { return sequence != 0; });
+  const bool has_rows =
+      std::any_of(end.segments.begin(), end.segments.end(), [](uint64_t sequence) { return sequence != 0; });
   if (has_rows && end.row_bytes != static_cast<uint64_t>(row_bytes_)) throw_other_rows(end.row_bytes);
   std::vector<uint32_t> order, uncounted;
   std::vector<uint32_t> stale;  // free segments without a header, whose words do not say that they are free
@@ -693,9 +720,12 @@ std::vector<uint32_t> SsdStore::counted_segments(const SsdEnd::State& end, int64
   // Later calls use the sequences of a call that was not acknowledged again, and count the words of all segments.
   for (const uint32_t s : stale) end_.set_segment(s, 0);
   for (const uint32_t s : uncounted) release(s, true);
-  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return segments_[a].sequence < segments_[b].sequence; });
+  std::sort(order.begin(), order.end(),
+            [&](uint32_t a, uint32_t b) { return segments_[a].sequence < segments_[b].sequence; });
   const bool has_newest = order.empty() ? end.sequence == 0 : segments_[order.back()].sequence == end.sequence;
-  if (!has_newest || end.used > per_segment_) throw StorageError(path_ + " is damaged: its newest segment is not there");
+  if (!has_newest || end.used > per_segment_) {
+    throw StorageError(path_ + " is damaged: its newest segment is not there");
+  }
   return order;
 }
 
@@ -720,7 +750,8 @@ std::vector<uint32_t> SsdStore::segments_of_before(int64_t file_bytes) {
     if (magic != 0) throw StorageError(path_ + " is damaged: no segment begins at byte " + std::to_string(at));
     free_.push_back(s);
   }
-  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return segments_[a].sequence < segments_[b].sequence; });
+  std::sort(order.begin(), order.end(),
+            [&](uint32_t a, uint32_t b) { return segments_[a].sequence < segments_[b].sequence; });
   return order;
 }
 
@@ -748,9 +779,9 @@ void SsdStore::throw_damaged(uint32_t place) const {
   throw StorageError(path_ + " is damaged: the checksum of a row is wrong, at byte " + std::to_string(offset(place)));
 }
 
-// Takes the first `used` entries of the segment in `moving_`. may_end: whether it may have fewer, as the newest segment of
-// a version that wrote no SsdEnd. pending: the entries since the last one that ends a batch. They are rows if such an entry
-// follows, though it may end a later batch: the segments in which their own one ends may be free by now.
+// Takes the first `used` entries of the segment in `moving_`. may_end: whether it may have fewer, as the newest segment
+// of a version that wrote no SsdEnd. pending: the entries since the last one that ends a batch. They are rows if such
+// an entry follows, though it may end a later batch: the segments in which their own one ends may be free by now.
 void SsdStore::replay(uint32_t segment, uint32_t used, bool may_end, std::vector<Replayed>& pending) {
   for (uint32_t e = 0; e < used; ++e) {
     const Place place = located(segment * per_segment_ + e);
@@ -800,7 +831,8 @@ SsdScan::~SsdScan() {
 }
 
 SsdScan::Entry* SsdScan::find(int64_t id, uint32_t place) {
-  const auto found = std::lower_bound(entries_.begin() + next_, entries_.end(), id, [](const Entry& a, int64_t b) { return a.id < b; });
+  const auto found = std::lower_bound(entries_.begin() + next_, entries_.end(), id,
+                                      [](const Entry& a, int64_t b) { return a.id < b; });
   return found != entries_.end() && found->id == id && found->place == place ? &*found : nullptr;
 }
 

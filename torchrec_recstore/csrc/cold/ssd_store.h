@@ -19,8 +19,8 @@ constexpr uint32_t kNowhere = ~uint32_t{0};  // no place in a file
 
 // Where the row of each id lies in the file of an SsdStore: 12 bytes for an entry, of which 78 to 88 % are in use.
 //
-// Open addressing with linear probing, in parts that grow alone, each by an eighth, and not at the same time, so that no
-// call waits for the growth of the whole.
+// Open addressing with linear probing, in parts that grow alone, each by an eighth, and not at the same time, so that
+// no call waits for the growth of the whole.
 class SsdIndex {
  public:
   SsdIndex();
@@ -64,23 +64,23 @@ class SsdIndex {
 // The rows of a cold store on a local SSD, in one file, whose rows survive a SIGKILL of the process.
 //
 // The file consists of segments, and a segment of entries of one size: an id, its row and a checksum of both. Rows are
-// only ever written at the end of the newest segment, in whole batches, which is what an SSD is fast at and what wears it
-// least; the entry that a row had before is garbage from then on. A put makes room afterwards: as long as the segments in
-// use have more than 2.25 entries for each row, the rows of the segment with the fewest are written again, and the
-// segment is free. (Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System, 1992. If all
-// rows change equally often, 1.2 rows are written for each row that is put; otherwise less.)
+// only ever written at the end of the newest segment, in whole batches, which is what an SSD is fast at and what wears
+// it least; the entry that a row had before is garbage from then on. A put makes room afterwards: as long as the
+// segments in use have more than 2.25 entries for each row, the rows of the segment with the fewest are written again,
+// and the segment is free. (Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System,
+// 1992. If all rows change equally often, 1.2 rows are written for each row that is put; otherwise less.)
 //
 // A file that is kept can be opened again. The newest entry of an id is its row. Deletions are entries too, of several
-// ids each. The file beside it says which entries count (SsdEnd): if one of these cannot be read, the file is damaged, and
-// what follows them was never acknowledged and is dropped. Nothing waits for the disk: a crash of the machine may lose
-// what was written last.
+// ids each. The file beside it says which entries count (SsdEnd): if one of these cannot be read, the file is damaged,
+// and what follows them was never acknowledged and is dropped. Nothing waits for the disk: a crash of the machine may
+// lose what was written last.
 //
 // Rows are read through the page cache. A first pass reads what is there and has the kernel read the rest ahead
 // (RWF_NOWAIT), a second pass waits for the rest. So all reads of a batch are in flight at the same time, as with
 // io_uring, which many containers forbid.
 //
-// All functions throw StorageError if the file cannot be read or written, or is damaged. The functions may be called from
-// several threads at the same time.
+// All functions throw StorageError if the file cannot be read or written, or is damaged. The functions may be called
+// from several threads at the same time.
 class SsdStore {
  public:
   // Creates the file, or opens the one that is there if the file is to be kept. Throws StorageError, too, if another
@@ -93,9 +93,10 @@ class SsdStore {
   int64_t row_bytes() const { return row_bytes_; }
   // The number of entries that were dropped when the file was opened, because no call had acknowledged them.
   int64_t dropped() const { return dropped_; }
-  // Finds out which ids, (n,), have a row; receive(number of these rows) returns where they are written, in the order of
-  // the ids.
-  void get(const int64_t* ids, int64_t n, bool* found, const std::function<char*(int64_t)>& receive, Executor& executor);
+  // Finds out which ids, (n,), have a row; receive(number of these rows) returns where they are written, in the order
+  // of the ids.
+  void get(const int64_t* ids, int64_t n, bool* found, const std::function<char*(int64_t)>& receive,
+           Executor& executor);
   // Writes the rows of distinct ids. If it throws, the rows are those of before.
   void put(const int64_t* ids, const char* rows, int64_t n);
   // Ids without a row are ignored.
@@ -172,8 +173,8 @@ class SsdStore {
   mutable std::mutex mutex_;  // guards all that follows
   SsdIndex index_;
   std::vector<Segment> segments_;
-  std::vector<uint32_t> free_;   // the last one is taken first
-  std::vector<uint32_t> freed_;  // segments that are free when no scan is reading
+  std::vector<uint32_t> free_;    // the last one is taken first
+  std::vector<uint32_t> freed_;   // segments that are free when no scan is reading
   std::vector<uint32_t> undone_;  // segments of a batch that failed, which the disk did not let go
   Head head_;
   uint64_t last_sequence_ = 0;

@@ -17,7 +17,8 @@ constexpr uint32_t kAhead = 32;         // lines that are prefetched ahead while
 constexpr uint32_t kGrowth = 5;         // the index grows by one part in this many,
 constexpr uint32_t kLeastGrowth = 256;  // and by this many lines at least
 constexpr double kHaste = 2.0;          // it has grown when half of the new places are in use
-constexpr int32_t kMostSearched = 256;  // lines for each removal: about 6 are, if nobody has chosen the ids for the salt
+// Lines for each removal: about 6 are, if nobody has chosen the ids for the salt.
+constexpr int32_t kMostSearched = 256;
 
 int64_t capacity(uint64_t lines) { return static_cast<int64_t>(static_cast<double>(lines) * kLineEntries * kMostFull); }
 uint64_t grown(uint64_t lines) { return lines + std::max<uint64_t>(lines / kGrowth, kLeastGrowth); }
@@ -35,7 +36,9 @@ void Index::clear() {
   reserve_lines(0);
 }
 
-int64_t Index::find(const int64_t* ids, int64_t n, Slot* slots) const { return row_loops().find(view(), ids, n, slots); }
+int64_t Index::find(const int64_t* ids, int64_t n, Slot* slots) const {
+  return row_loops().find(view(), ids, n, slots);
+}
 
 Slot Index::find(int64_t id) const {
   const Place place = find_place(id, hash(id));
@@ -58,7 +61,9 @@ Index::Place Index::find_place(int64_t id, uint64_t hash, uint32_t end) const {
 int64_t Index::lines_searched(int64_t id) const {
   const uint32_t end = find_place(id, hash(id)).line;
   int64_t lines = 1;
-  for (uint32_t l = view().home(position_of(hash(id))), step = kFirstStep; l < end; step = next_step(step), ++lines) l += step;
+  for (uint32_t l = view().home(position_of(hash(id))), step = kFirstStep; l < end; step = next_step(step), ++lines) {
+    l += step;
+  }
   return lines;
 }
 
@@ -103,13 +108,14 @@ void Index::insert(int64_t id, uint64_t hash, Slot slot) noexcept {
   ++size_;
 }
 
-// Returns the lines to which no other part has access: the first line of a part, and the first line of the next part, may
-// be home to ids of two parts.
+// Returns the lines to which no other part has access: the first line of a part, and the first line of the next part,
+// may be home to ids of two parts.
 Index::Lines Index::lines_of_part(int part) const {
   constexpr int kPartPositions = 32 - kPartBits;
   const auto number = static_cast<uint64_t>(part);
   const IndexView v = view();
-  return {v.home(number << kPartPositions) + 1, part + 1 == kParts ? lines_above_ : v.home((number + 1) << kPartPositions)};
+  return {v.home(number << kPartPositions) + 1,
+          part + 1 == kParts ? lines_above_ : v.home((number + 1) << kPartPositions)};
 }
 
 bool Index::insert_within_part(int64_t id, uint64_t hash, Slot slot) noexcept {
@@ -161,8 +167,8 @@ void Index::fill(Place place, Lines within) noexcept {
   }
 }
 
-// Returns an entry that has passed this line, of the nearest home that has one. Each line that is searched is taken from
-// `left`, and if none is left, there is no entry.
+// Returns an entry that has passed this line, of the nearest home that has one. Each line that is searched is taken
+// from `left`, and if none is left, there is no entry.
 Index::Place Index::passer_of(uint32_t line, Lines within, int32_t& left) const {
   for (uint32_t home = line, back = kFirstStep;; home -= back, back = next_step(back)) {
     for (uint32_t l = home, step = kFirstStep; lines()[l].passed(); step = next_step(step)) {
@@ -179,8 +185,8 @@ Index::Place Index::passer_of(uint32_t line, Lines within, int32_t& left) const 
   }
 }
 
-// Makes room for `count` inserts: an insert goes beyond the last line that was ever used by kMostStep lines at most, and
-// only from a full line.
+// Makes room for `count` inserts: an insert goes beyond the last line that was ever used by kMostStep lines at most,
+// and only from a full line.
 void Index::reserve_lines(uint64_t count) {
   const uint64_t wanted = end_line() + kMostStep * (count / kLineEntries + 1);
   if (wanted > kNoSlot) throw OutOfMemory("the index holds at most 2**32 lines");
@@ -203,7 +209,8 @@ void Index::reserve(int64_t count) {
   const int64_t wanted = size() + count;
   begin_growths(wanted);
   if (unmoved_ > 0) {
-    const auto before = static_cast<double>(capacity(lines_below_)), after = static_cast<double>(capacity(lines_above_));
+    const auto before = static_cast<double>(capacity(lines_below_)),
+               after = static_cast<double>(capacity(lines_above_));
     const double moved = kHaste * (static_cast<double>(wanted) - before) / (after - before);
     const auto left = static_cast<uint32_t>(std::max(0.0, 1.0 - moved) * lines_below_);
     while (unmoved_ > left) move_next_line();
@@ -227,7 +234,8 @@ void Index::begin_growth(int64_t entries) {
 // Moves the entries of the last line before the frontier to their new homes.
 void Index::move_next_line() {
   const uint32_t old_home = unmoved_ - 1;
-  const uint64_t begin = ((uint64_t{old_home} << 32) + lines_below_ - 1) / lines_below_;  // the lowest position of the line
+  // The lowest position of the line.
+  const uint64_t begin = ((uint64_t{old_home} << 32) + lines_below_ - 1) / lines_below_;
   uint32_t last = old_home, searched = 1;  // the last of the lines that may have entries of this home, and their number
   for (uint32_t step = kFirstStep; lines()[last].passed(); step = next_step(step), ++searched) last += step;
   const auto target = static_cast<uint32_t>(begin * lines_above_ >> 32);  // the first of their new homes
@@ -263,7 +271,8 @@ void Index::move_next_line() {
 }
 
 uint64_t Index::positions(int64_t entries) const {
-  return std::max<uint64_t>(1, kPositions / lines_above_ * static_cast<uint64_t>(std::max<int64_t>(1, entries / kLineEntries)));
+  return std::max<uint64_t>(
+      1, kPositions / lines_above_ * static_cast<uint64_t>(std::max<int64_t>(1, entries / kLineEntries)));
 }
 
 }  // namespace recstore

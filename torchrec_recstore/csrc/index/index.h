@@ -5,9 +5,9 @@
 #include <optional>
 #include <vector>
 
-#include "index/index_lines.h"
 #include "base/memory.h"
 #include "base/mix.h"
+#include "index/index_lines.h"
 
 namespace recstore {
 
@@ -24,7 +24,8 @@ namespace recstore {
 // this and growth do entries move.
 //
 // Every int64 is a legal id. Thread safety: any number of concurrent calls of const functions; or, after reserve(),
-// parallel calls of insert_within_part() for different parts; or parallel calls of erase_within_part() for different parts.
+// parallel calls of insert_within_part() for different parts; or parallel calls of erase_within_part() for different
+// parts.
 class Index {
  public:
   static constexpr int kPartBits = 6;
@@ -61,8 +62,8 @@ class Index {
   // Returns the slot that `id` had, or kNoSlot.
   Slot erase(int64_t id) noexcept;
   // Removes the entry of an id that has one, but touches only lines to which no other part has access. If that is not
-  // possible, nothing changes, and the function returns false. Call inserted() with minus the number of these entries when
-  // all calls have ended.
+  // possible, nothing changes, and the function returns false. Call inserted() with minus the number of these entries
+  // when all calls have ended.
   bool erase_within_part(int64_t id, uint64_t hash) noexcept;
   void clear();
 
@@ -75,8 +76,8 @@ class Index {
 
   // Number of positions that contain this many entries on average; at least 1.
   uint64_t positions(int64_t entries) const;
-  // Visits the entries of the positions [begin, end) in no particular order. An entry keeps its position, so that a walk
-  // in several calls visits every entry once, even if the index grows meanwhile.
+  // Visits the entries of the positions [begin, end) in no particular order. An entry keeps its position, so that a
+  // walk in several calls visits every entry once, even if the index grows meanwhile.
   template <class Visit>  // visit(int64_t id, Slot slot)
   void for_each(uint64_t begin, uint64_t end, const Visit& visit) const {
     for_each_place(begin, end, [&](const IndexLine& line, int entry) { visit(line.ids[entry], line.words[entry]); });
@@ -129,7 +130,9 @@ class Index {
   Lines lines_of_part(int part) const;
   template <class Visit>  // visit(last word), for the lines that an entry passes from its home to `line`
   void for_each_passed(uint32_t home, uint32_t line, const Visit& visit) noexcept {
-    for (uint32_t l = home, step = kFirstStep; l < line; l += step, step = next_step(step)) visit(lines()[l].words[kLineEntries]);
+    for (uint32_t l = home, step = kFirstStep; l < line; l += step, step = next_step(step)) {
+      visit(lines()[l].words[kLineEntries]);
+    }
   }
   void put(Place place, uint32_t home, int64_t id, Slot slot) noexcept;
   void take_out(Place place, uint32_t home) noexcept;

@@ -6,7 +6,8 @@
 // are searched in their next lines together.
 int64_t find(const IndexView& index, const int64_t* ids, int64_t n, Slot* slots) {
   constexpr int64_t kChunk = 1024;
-  constexpr int64_t kAhead = 96;  // home lines that are prefetched ahead; the limit is how many loads a core has in flight
+  // Home lines that are prefetched ahead; the limit is how many loads a core has in flight.
+  constexpr int64_t kAhead = 96;
   uint32_t lines[kChunk];
   uint32_t late[kChunk];
   int64_t missing = 0;

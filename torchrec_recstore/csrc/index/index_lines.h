@@ -24,8 +24,9 @@ struct alignas(64) IndexLine {
 };
 static_assert(sizeof(IndexLine) == 64);
 
-// An entry whose home line is full lies in one of the lines 1, 3, 6, 10, 14, 18, ... after it: the first line with a free
-// place. Steps that grow keep the entries of neighbouring homes apart. Their bound limits how far an insert can reach.
+// An entry whose home line is full lies in one of the lines 1, 3, 6, 10, 14, 18, ... after it: the first line with a
+// free place. Steps that grow keep the entries of neighbouring homes apart. Their bound limits how far an insert can
+// reach.
 constexpr uint32_t kFirstStep = 1;
 constexpr uint32_t kMostStep = 4;
 inline uint32_t next_step(uint32_t step) { return step + (step < kMostStep); }

@@ -105,7 +105,9 @@ class FreeSlots {
     for (size_t word = first / 64; word < words_.size(); ++word) {
       uint64_t bits = words_[word];
       if (word == first / 64) bits &= ~uint64_t{0} << (first % 64);
-      for (; bits != 0; bits &= bits - 1) visit(static_cast<Slot>(word * 64 + static_cast<size_t>(__builtin_ctzll(bits))));
+      for (; bits != 0; bits &= bits - 1) {
+        visit(static_cast<Slot>(word * 64 + static_cast<size_t>(__builtin_ctzll(bits))));
+      }
     }
   }
   // Removes the slots from `slots` on; all of them are free.

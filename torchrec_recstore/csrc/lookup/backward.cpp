@@ -7,8 +7,8 @@
 #include <optional>
 
 #include "base/buffer_pool.h"
-#include "row_loops/row_loops.h"
 #include "bounds/row_uses.h"
+#include "row_loops/row_loops.h"
 
 namespace recstore {
 namespace {
@@ -50,7 +50,7 @@ struct Chunk {
   int64_t table;
   int64_t bag_begin;  // a bag's number in the batch
   int64_t bag_end;
-  int64_t place;      // of the first bag within its feature
+  int64_t place;  // of the first bag within its feature
 };
 
 // A position of the batch, and its slot.
@@ -126,7 +126,8 @@ class Grouping {
  public:
   // steps: if given, tables whose step is 0 are skipped. columns: columns of the rows of scratch memory, or 0 for none.
   // states: number of further rows of scratch memory.
-  Grouping(const ResolvedBatch& resolved, Executor& executor, const Steps* steps = nullptr, int64_t columns = 0, int64_t states = 0)
+  Grouping(const ResolvedBatch& resolved, Executor& executor, const Steps* steps = nullptr, int64_t columns = 0,
+           int64_t states = 0)
       : r_(resolved),
         executor_(executor),
         links_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(Link))),
@@ -165,7 +166,8 @@ class Grouping {
       link(*whole_[t], memory_->linker(worker));
       for (const Chunk& chunk : whole_[t]->chunks) visit(chunk, worker);
     });
-    for_each_task(executor_, static_cast<int64_t>(chunks_.size()), [&](int64_t c, int worker) { visit(chunks_[c], worker); });
+    for_each_task(executor_, static_cast<int64_t>(chunks_.size()),
+                  [&](int64_t c, int worker) { visit(chunks_[c], worker); });
     std::copy(distinct_.begin(), distinct_.end(), found_.begin());
     return std::move(found_);  // no copy, which could fail
   }
@@ -236,7 +238,9 @@ class Grouping {
     }
     if (tasks.empty()) return;
     places_ = BufferPool::instance().take(static_cast<size_t>(total) * sizeof(Place));
-    const auto of_parts = [](const Task& task) { return task.work->begin.data() + task.chunk * static_cast<size_t>(task.work->parts); };
+    const auto of_parts = [](const Task& task) {
+      return task.work->begin.data() + task.chunk * static_cast<size_t>(task.work->parts);
+    };
     for_each_task(executor_, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
       const auto mask = static_cast<Slot>(tasks[t].work->parts - 1);
       int64_t* counts = of_parts(tasks[t]);
@@ -360,7 +364,8 @@ void note_changes(Table& table, const ResolvedBatch& resolved, const Link* links
 }
 
 // Calls note_use() for every row that a chunk looks up.
-void note_uses(const Table& table, const ResolvedBatch& resolved, const Link* links, const Chunk& chunk, uint32_t step) {
+void note_uses(const Table& table, const ResolvedBatch& resolved, const Link* links, const Chunk& chunk,
+               uint32_t step) {
   const Bounds& bounds = table.config().bounds;
   const int64_t end = resolved.batch.offset(chunk.bag_end);
   for (int64_t p = resolved.batch.offset(chunk.bag_begin); p < end; ++p) {
@@ -397,7 +402,9 @@ struct Update::Work {
     positions.resize(of_later + of_longest);
     later.positions = positions.data();
     longest.positions = later.positions + of_later;
-    if (of_longest > 0) sums = BufferPool::instance().take(of_longest * static_cast<size_t>(columns_of_sum) * sizeof(float));
+    if (of_longest > 0) {
+      sums = BufferPool::instance().take(of_longest * static_cast<size_t>(columns_of_sum) * sizeof(float));
+    }
   }
   static int64_t most_columns(const Group& group) {
     int64_t most = 0;
@@ -477,7 +484,7 @@ struct Update::Work {
   ResolvedBatch resolved;
   const float* grad;
   Steps steps;
-  int threads;  // of the executor: one of its workers may count another number, for which there is no memory
+  int threads;             // of the executor: one of its workers may count another number, for which there is no memory
   int64_t columns_of_sum;  // most_columns(), rounded up to 16
   std::vector<uint32_t> positions;
   LaterIds later{most_in_run(threads)};
@@ -489,12 +496,13 @@ struct Update::Work {
   Grouping grouping;
 };
 
-Update::Update(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates, const Steps& steps,
-               Executor& executor)
+Update::Update(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates,
+               const Steps& steps, Executor& executor)
     : work_(std::make_unique<Work>(resolved, grad, steps, executor)) {
   const auto& tables = resolved.group.tables;
   for (size_t t = 0; t < tables.size(); ++t) {
-    work_->scalars.push_back(step_scalars(tables[t]->config().optimizer, learning_rates[t], tables[t]->optimizer_steps() + 1));
+    work_->scalars.push_back(
+        step_scalars(tables[t]->config().optimizer, learning_rates[t], tables[t]->optimizer_steps() + 1));
     work_->roundings.push_back(rounding_of(*tables[t], resolved.group.routings[t]));
   }
 }
@@ -510,7 +518,9 @@ Distinct Update::run() noexcept {
     if (table.watched()) note_changes(table, resolved, work.grouping.links(), chunk);
     row_loops().update(work.args_of(chunk.table, chunk.bag_begin, chunk.bag_end, worker));
     const uint32_t step = work.steps[chunk.table];
-    if (step != 0 && table.config().bounds.counts_apart()) note_uses(table, resolved, work.grouping.links(), chunk, step);
+    if (step != 0 && table.config().bounds.counts_apart()) {
+      note_uses(table, resolved, work.grouping.links(), chunk, step);
+    }
   });
   if (work.later.count + work.longest.count > 0) work.update_later();
   for (size_t t = 0; t < tables.size(); ++t) {
@@ -524,7 +534,9 @@ Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor
   return grouping.run([&](const Chunk& chunk, int) {
     Table& table = *resolved.group.tables[chunk.table];
     if (table.watched()) note_changes(table, resolved, grouping.links(), chunk);
-    if (table.config().bounds.counts_apart()) return note_uses(table, resolved, grouping.links(), chunk, steps[chunk.table]);
+    if (table.config().bounds.counts_apart()) {
+      return note_uses(table, resolved, grouping.links(), chunk, steps[chunk.table]);
+    }
     const Rows& rows = table.rows();
     const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
     const int64_t end = resolved.batch.offset(chunk.bag_end);

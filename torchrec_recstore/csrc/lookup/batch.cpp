@@ -50,7 +50,8 @@ template <class T>
 BufferPool::Buffer copy_offsets(const T* offsets, int64_t n, Executor& executor) {
   auto buffer = BufferPool::instance().take(static_cast<size_t>(n) * sizeof(int64_t));
   auto* out = static_cast<int64_t*>(buffer.data());
-  for_each_run(n, executor, [&](int64_t begin, int64_t end) { std::copy(offsets + begin, offsets + end, out + begin); });
+  for_each_run(n, executor,
+               [&](int64_t begin, int64_t end) { std::copy(offsets + begin, offsets + end, out + begin); });
   return buffer;
 }
 template BufferPool::Buffer copy_offsets(const int32_t* offsets, int64_t n, Executor& executor);

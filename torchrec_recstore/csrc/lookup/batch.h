@@ -10,7 +10,7 @@ namespace recstore {
 
 // A batch of bags of ids. The bags are numbered feature by feature. Without offsets, each id is a bag of its own.
 struct Batch {
-  const int64_t* ids = nullptr;      // (n_ids,)
+  const int64_t* ids = nullptr;  // (n_ids,)
   int64_t n_ids = 0;
   const int64_t* offsets = nullptr;  // (features * bags + 1,) or null
   const float* weights = nullptr;    // (n_ids,) per-sample weights, or null
@@ -43,8 +43,8 @@ struct Routing {
 // Throws InvalidArgument unless the number of offsets is features * bags + 1.
 int64_t count_bags(int64_t offsets, int64_t features);
 
-// Whether the offsets (n,), of type int32_t or int64_t, are 0, 1, ..., n - 1: each id is a bag of its own, so that a batch
-// needs no offsets.
+// Whether the offsets (n,), of type int32_t or int64_t, are 0, 1, ..., n - 1: each id is a bag of its own, so that a
+// batch needs no offsets.
 template <class T>
 bool each_its_own(const T* offsets, int64_t n, Executor& executor);
 

@@ -63,16 +63,18 @@ void check_finite(const Group& group, const float* grad, int64_t bags, Executor&
   for (const int64_t f : checked) {
     for (int64_t bag = 0; bag < bags; ++bag) {
       if (check(f, bag)) continue;
-      throw InvalidArgument("table '" + group.tables[group.feature_tables[f]]->config().name +
-                            "': a gradient is NaN or infinite, and nonfinite='raise': no row was changed. Clip the gradients "
-                            "of the dense part, lower the learning rate, or set TableOptions(nonfinite='skip')");
+      throw InvalidArgument(
+          "table '" + group.tables[group.feature_tables[f]]->config().name +
+          "': a gradient is NaN or infinite, and nonfinite='raise': no row was changed. Clip the gradients "
+          "of the dense part, lower the learning rate, or set TableOptions(nonfinite='skip')");
     }
   }
 }
 
 }  // namespace
 
-ClippedGradient::ClippedGradient(const Group& group, const float* grad, int64_t bags, Executor& executor) : data_(grad) {
+ClippedGradient::ClippedGradient(const Group& group, const float* grad, int64_t bags, Executor& executor)
+    : data_(grad) {
   check_finite(group, grad, bags, executor);
   const std::vector<ClippedColumns> clipped = clipped_columns(group);
   if (clipped.empty()) return;

@@ -4,9 +4,9 @@
 #include <optional>
 #include <vector>
 
+#include "base/executor.h"
 #include "bounds/arrivals.h"
 #include "lookup/batch.h"
-#include "base/executor.h"
 #include "lookup/insertion.h"
 #include "rows/table.h"
 

@@ -7,9 +7,9 @@
 #include <optional>
 #include <utility>
 
-#include "bounds/arrivals.h"
 #include "base/buffer_pool.h"
 #include "base/error.h"
+#include "bounds/arrivals.h"
 #include "lookup/find.h"
 #include "lookup/insertion.h"
 #include "row_loops/row_loops.h"
@@ -17,7 +17,7 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kTaskIds = 1024;         // approximate number of ids in a task, at most
+constexpr int64_t kTaskIds = 1024;  // approximate number of ids in a task, at most
 constexpr int64_t kLeastTaskIds = 256;
 constexpr int64_t kLargeInsertion = 16384;  // a table with more misses makes its rows on several threads,
 constexpr int64_t kLargeForAll = 131072;    // or than this number over that of the threads,
@@ -40,11 +40,18 @@ class Lookup {
  public:
   Lookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor,
          const std::vector<RowsElsewhere>& elsewhere, const SlotsAhead* ahead = nullptr)
-      : group_(group), batch_(batch), slots_(slots), out_(out), executor_(executor), ahead_(ahead),
-        large_insertion_(std::clamp(kLargeForAll / executor.threads(), kLeastLarge, kLargeInsertion)), elsewhere_(elsewhere) {
+      : group_(group),
+        batch_(batch),
+        slots_(slots),
+        out_(out),
+        executor_(executor),
+        ahead_(ahead),
+        large_insertion_(std::clamp(kLargeForAll / executor.threads(), kLeastLarge, kLargeInsertion)),
+        elsewhere_(elsewhere) {
     check_offsets(batch, group.features(), executor);
     const int64_t stride_bytes = group.columns() * static_cast<int64_t>(sizeof(float));
-    streams_ = stride_bytes * batch.bags >= kStreamBytes && stride_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+    streams_ = stride_bytes * batch.bags >= kStreamBytes && stride_bytes % 64 == 0 &&
+               reinterpret_cast<uintptr_t>(out) % 64 == 0;
     split();
     if (ahead_ == nullptr) return;
     for (size_t t = 0; t < group.tables.size(); ++t) stale_.emplace_back(group.tables[t]->vacated(), ahead_->stamps[t]);
@@ -89,7 +96,8 @@ class Lookup {
         insertion.resolve(task);
         insertion.fill(task);
       });
-      for_each_task(executor_, static_cast<int64_t>(incomplete_.size()), [&](int64_t t) { pool_bags_with_misses(*incomplete_[t]); });
+      for_each_task(executor_, static_cast<int64_t>(incomplete_.size()),
+                    [&](int64_t t) { pool_bags_with_misses(*incomplete_[t]); });
     }
     for_each_table([&](int64_t t, Executor& executor) {
       if (insertions_[t].has_value() && !insertions_[t]->finished()) insertions_[t]->finish();
@@ -165,15 +173,16 @@ class Lookup {
       expired_[t] = expired_rows(table, before, kept, executor);
     });
   }
-  // Calls work(table, executor) for each table. If there are many tables and misses, each table has a thread, because some
-  // of its work cannot be shared. To wake threads for few misses costs more than the work.
+  // Calls work(table, executor) for each table. If there are many tables and misses, each table has a thread, because
+  // some of its work cannot be shared. To wake threads for few misses costs more than the work.
   template <class Work>
   void for_each_table(const Work& work) {
     constexpr int64_t kManyTables = 8;
     const auto n = static_cast<int64_t>(insertions_.size());
     size_t misses = 0;
     for (const Task& task : tasks_) misses += task.misses.size();
-    const bool many = n >= std::min<int64_t>(executor_.threads(), kManyTables) && static_cast<int64_t>(misses) >= large_insertion_;
+    const bool many =
+        n >= std::min<int64_t>(executor_.threads(), kManyTables) && static_cast<int64_t>(misses) >= large_insertion_;
     for_each_part(executor_, n, many, work);
   }
   void prepare_rest() {
@@ -279,8 +288,8 @@ class Lookup {
 
   // Whether slots_ has the slots of the ids at the positions [begin, end), except stale ones.
   bool is_ahead(const Task& task, int64_t begin, int64_t end) const {
-    return !stale_[table_number(task)].all() &&
-           std::memcmp(batch_.ids + begin, ahead_->id_data() + begin, static_cast<size_t>(end - begin) * sizeof(int64_t)) == 0;
+    return !stale_[table_number(task)].all() && std::memcmp(batch_.ids + begin, ahead_->id_data() + begin,
+                                                            static_cast<size_t>(end - begin) * sizeof(int64_t)) == 0;
   }
   // Resolves those of the positions [begin, end) that had no row, and those whose row has left its slot.
   void resolve_stale(Task& task, int64_t begin, int64_t end) {
@@ -357,13 +366,13 @@ class Lookup {
   bool streams_;
   const int64_t large_insertion_;  // kLargeInsertion, or less if there are many threads
   std::vector<Task> tasks_;
-  const std::vector<RowsElsewhere>& elsewhere_;       // by table, or empty
-  std::vector<std::optional<Insertion>> insertions_;  // by table, in training
-  std::vector<std::optional<Arrivals>> arrivals_;     // by table; only tables whose bounds limit new rows have one
-  std::vector<std::vector<Leaver>> expired_;          // by table
+  const std::vector<RowsElsewhere>& elsewhere_;        // by table, or empty
+  std::vector<std::optional<Insertion>> insertions_;   // by table, in training
+  std::vector<std::optional<Arrivals>> arrivals_;      // by table; only tables whose bounds limit new rows have one
+  std::vector<std::vector<Leaver>> expired_;           // by table
   std::vector<std::optional<WallClock::Tick>> ticks_;  // by table
-  std::optional<InsertionTasks> rest_;                // insertions that complete() has not done
-  std::vector<const Task*> incomplete_;               // tasks whose bags are pooled again after rest_ has run
+  std::optional<InsertionTasks> rest_;                 // insertions that complete() has not done
+  std::vector<const Task*> incomplete_;                // tasks whose bags are pooled again after rest_ has run
 };
 
 const char* RowsElsewhere::find(int64_t id) const {
@@ -371,7 +380,8 @@ const char* RowsElsewhere::find(int64_t id) const {
   return found == ids + n || *found != id ? nullptr : rows + (found - ids) * stride;
 }
 
-void read(const Group& group, const Batch& batch, float* out, Executor& executor, const std::vector<RowsElsewhere>& elsewhere) {
+void read(const Group& group, const Batch& batch, float* out, Executor& executor,
+          const std::vector<RowsElsewhere>& elsewhere) {
   const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
   const auto locks = group.lock_shared();
   Lookup(group, batch, static_cast<Slot*>(slots.data()), out, executor, elsewhere).evaluate();
@@ -380,7 +390,9 @@ void read(const Group& group, const Batch& batch, float* out, Executor& executor
 TrainingLookup::TrainingLookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor,
                                const SlotsAhead* ahead) {
   for (const auto& table : group.tables) {
-    if (table->clock() >= kMostSteps) throw InvalidArgument("table '" + table->config().name + "' cannot do more than 2**32 - 2 steps");
+    if (table->clock() >= kMostSteps) {
+      throw InvalidArgument("table '" + table->config().name + "' cannot do more than 2**32 - 2 steps");
+    }
   }
   static const std::vector<RowsElsewhere> nowhere;
   lookup_ = std::make_unique<Lookup>(group, batch, slots, out, executor, nowhere, ahead);

@@ -15,7 +15,9 @@ Group::Group(std::vector<std::shared_ptr<Table>> group_tables, std::vector<Routi
       feature_tables(std::move(feature_table_numbers)),
       column_offsets(1, 0),
       mean(mean_pooling) {
-  for (const int64_t t : feature_tables) column_offsets.push_back(column_offsets.back() + tables[t]->config().columns());
+  for (const int64_t t : feature_tables) {
+    column_offsets.push_back(column_offsets.back() + tables[t]->config().columns());
+  }
   for (const auto& table : tables) lock_order.push_back(table.get());
   std::sort(lock_order.begin(), lock_order.end());
   lock_order.erase(std::unique(lock_order.begin(), lock_order.end()), lock_order.end());
@@ -50,7 +52,8 @@ void copy_table_ids(const Group& group, const Batch& batch, const std::vector<in
   std::vector<int64_t*> next = out;
   for (int64_t f = 0; f < group.features(); ++f) {
     const int64_t t = group.feature_tables[f];
-    const int64_t *begin = batch.ids + batch.offset(f * batch.bags), *end = batch.ids + batch.offset((f + 1) * batch.bags);
+    const int64_t *begin = batch.ids + batch.offset(f * batch.bags),
+                  *end = batch.ids + batch.offset((f + 1) * batch.bags);
     next[t] = std::transform(begin, end, next[t], [&](int64_t id) { return group.routings[t].raw_id(id); });
   }
 }
@@ -63,11 +66,12 @@ void check_counts(const std::vector<int64_t>& counts, int64_t owners, const char
     left -= fits ? count : 0;
   }
   if (fits && left == 0) return;
-  throw InvalidArgument("counts must have one entry for each " + std::string(owner) + " and sum to the number of ids, " +
-                        std::to_string(n_ids));
+  throw InvalidArgument("counts must have one entry for each " + std::string(owner) +
+                        " and sum to the number of ids, " + std::to_string(n_ids));
 }
 
-int64_t divide_ids(std::vector<GroupRows>& parts, const int64_t* ids, int64_t n_ids, const std::vector<int64_t>& counts) {
+int64_t divide_ids(std::vector<GroupRows>& parts, const int64_t* ids, int64_t n_ids,
+                   const std::vector<int64_t>& counts) {
   check_counts(counts, static_cast<int64_t>(parts.size()), "group", n_ids);
   int64_t floats = 0;
   for (size_t g = 0; g < parts.size(); ++g) {

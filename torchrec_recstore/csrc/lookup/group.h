@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "lookup/batch.h"
 #include "base/executor.h"
+#include "lookup/batch.h"
 #include "lookup/slots_ahead.h"
 #include "rows/table.h"
 
@@ -50,7 +50,8 @@ struct Group {
   int64_t columns() const { return column_offsets.back(); }
   // Locks every table, for a call that changes them. Throws InvalidArgument if a table is closed.
   TableLocks lock() const;
-  // Shares every table with other readers, for a call that changes nothing. Throws InvalidArgument if a table is closed.
+  // Shares every table with other readers, for a call that changes nothing. Throws InvalidArgument if a table is
+  // closed.
   SharedTableLocks lock_shared() const;
   TableLocks lock_even_closed() const { return TableLocks(lock_order); }
 };
@@ -75,6 +76,7 @@ struct GroupRows {
 };
 // Gives the first counts[0] of ids (n_ids,) to the first group, the next ones to the second, and so on. Returns the
 // number of floats of all rows. Throws InvalidArgument if a group has more than one feature or the counts do not match.
-int64_t divide_ids(std::vector<GroupRows>& parts, const int64_t* ids, int64_t n_ids, const std::vector<int64_t>& counts);
+int64_t divide_ids(std::vector<GroupRows>& parts, const int64_t* ids, int64_t n_ids,
+                   const std::vector<int64_t>& counts);
 
 }  // namespace recstore

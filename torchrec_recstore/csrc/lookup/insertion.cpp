@@ -98,7 +98,9 @@ void Insertion::fill(int64_t task) noexcept {
       const size_t number = static_cast<size_t>(rows_[p].first) + row;
       if (number + kAhead < taken_.size()) table_.rows().prefetch(taken_[number + kAhead]);
       const Slot slot = taken_[number];
-      if (!table_.index().insert_within_part(miss.id, miss.hash, slot)) left[rows_[p].left++] = static_cast<int32_t>(row);
+      if (!table_.index().insert_within_part(miss.id, miss.hash, slot)) {
+        left[rows_[p].left++] = static_cast<int32_t>(row);
+      }
       if (initialise_) table_.initializer().fill(miss.id, table_.rows().row(slot));
       table_.rows().reset_state(slot, step);
       if (table_.rows().changes().places_rows()) table_.rows().changes().place(slot, Index::position_of(miss.hash));

@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "bounds/eviction.h"
 #include "base/executor.h"
-#include "index/index.h"
 #include "base/parts.h"
+#include "bounds/eviction.h"
+#include "index/index.h"
 #include "rows/table.h"
 
 namespace recstore {
@@ -87,7 +87,8 @@ class Insertion {
   // The new rows of one part of the index.
   struct NewRows {
     int64_t first = 0;  // in taken_
-    int32_t left = 0;   // number of rows that are not in the index after fill(); the order of the misses has their numbers
+    // Number of rows that are not in the index after fill(); the order of the misses has their numbers.
+    int32_t left = 0;
   };
 
   Table& table_;
@@ -96,7 +97,7 @@ class Insertion {
   bool initialise_;
   std::array<NewRows, Index::kParts> rows_;
   std::vector<Slot> taken_;
-  int64_t reused_ = 0;          // this many slots at the front of taken_ come from `leaving`
+  int64_t reused_ = 0;  // this many slots at the front of taken_ come from `leaving`
   bool finished_ = false;
 };
 
@@ -107,7 +108,8 @@ class InsertionTasks {
 
   template <class Work>  // work(insertion, task), in parallel
   void run(Executor& executor, const Work& work) const {
-    for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { work(*tasks_[t].insertion, tasks_[t].task); });
+    for_each_task(executor, static_cast<int64_t>(tasks_.size()),
+                  [&](int64_t t) { work(*tasks_[t].insertion, tasks_[t].task); });
   }
 
  private:

@@ -4,11 +4,11 @@
 #include <optional>
 #include <utility>
 
-#include "lookup/clipping.h"
 #include "base/error.h"
 #include "bounds/eviction.h"
-#include "lookup/find.h"
 #include "bounds/row_uses.h"
+#include "lookup/clipping.h"
+#include "lookup/find.h"
 
 namespace recstore {
 
@@ -17,7 +17,8 @@ Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_p
       batch_(batch),
       inputs_(std::move(inputs)),
       ahead_(group_->coming->take(batch)),
-      slots_(ahead_ != nullptr ? std::move(ahead_->slots) : BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot))),
+      slots_(ahead_ != nullptr ? std::move(ahead_->slots)
+                               : BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot))),
       executor_(executor) {}
 
 void Pass::begin(const std::vector<Start>& starts, Executor& executor) {
@@ -27,7 +28,9 @@ void Pass::begin(const std::vector<Start>& starts, Executor& executor) {
     tables.insert(tables.end(), own.begin(), own.end());
   }
   std::sort(tables.begin(), tables.end());
-  if (std::adjacent_find(tables.begin(), tables.end()) != tables.end()) throw InvalidArgument("groups must be of different tables");
+  if (std::adjacent_find(tables.begin(), tables.end()) != tables.end()) {
+    throw InvalidArgument("groups must be of different tables");
+  }
   const TableLocks locks(tables);
   // Declared after the locks, so that an exception undoes them under the locks.
   std::vector<std::optional<TrainingLookup>> lookups(starts.size());
@@ -39,7 +42,8 @@ void Pass::begin(const std::vector<Start>& starts, Executor& executor) {
     }
     pass->steps_.reserve(pass->group_->tables.size());
     pass->numbers_.reserve(pass->group_->tables.size());
-    lookups[p].emplace(*pass->group_, pass->batch_, static_cast<Slot*>(pass->slots_.data()), out, of_part, pass->ahead_.get());
+    lookups[p].emplace(*pass->group_, pass->batch_, static_cast<Slot*>(pass->slots_.data()), out, of_part,
+                       pass->ahead_.get());
   });
   for (size_t p = 0; p < starts.size(); ++p) {
     lookups[p]->commit();
@@ -65,7 +69,8 @@ Pass::~Pass() {
   for (size_t t = 0; t < numbers_.size(); ++t) group_->tables[t]->end_pass(numbers_[t]);
 }
 
-void Pass::backward(const float* grad, const std::vector<float>& learning_rates, float* grad_weights, Executor& executor) {
+void Pass::backward(const float* grad, const std::vector<float>& learning_rates, float* grad_weights,
+                    Executor& executor) {
   const auto locks = group_->lock();
   const ClippedGradient clipped(*group_, grad, batch_.bags, executor);
   if (grad_weights != nullptr) weight_gradients(resolved(), clipped.data(), grad_weights, executor);
@@ -151,7 +156,9 @@ void Pass::settle_without_memory() noexcept {
     Table& table = *group_->tables[t];
     if (steps_[t] == 0 || steps_[t] == kForgotten || !table.is_open()) continue;
     const Bounds& bounds = table.config().bounds;
-    const auto range = [&](int64_t f) { return std::make_pair(slots + batch_.offset(f * batch_.bags), slots + batch_.offset((f + 1) * batch_.bags)); };
+    const auto range = [&](int64_t f) {
+      return std::make_pair(slots + batch_.offset(f * batch_.bags), slots + batch_.offset((f + 1) * batch_.bags));
+    };
     const auto is_of_table = [&](int64_t f) { return group_->feature_tables[f] == static_cast<int64_t>(t); };
     for (int64_t f = 0; f < group_->features(); ++f) {
       if (is_of_table(f)) std::sort(range(f).first, range(f).second);
@@ -198,7 +205,8 @@ void Pass::count(const Distinct& distinct) noexcept {
 void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, const std::vector<const float*>& grads,
                           const std::vector<float>& learning_rates, Executor& executor) {
   const std::shared_ptr<const Group> group = passes.front()->group_;
-  const bool weighted = std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->batch_.weights != nullptr; });
+  const bool weighted =
+      std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->batch_.weights != nullptr; });
   Batch merged;
   for (const auto& pass : passes) {
     if (pass->group_ != group) throw InvalidArgument("contexts must come from one group");
@@ -208,7 +216,9 @@ void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, cons
     merged.n_ids += pass->batch_.n_ids;
     merged.bags += pass->batch_.bags;
   }
-  if (merged.n_ids >= int64_t{kNotFirst}) throw InvalidArgument("accumulated batches hold at most 2**31 - 1 ids together");
+  if (merged.n_ids >= int64_t{kNotFirst}) {
+    throw InvalidArgument("accumulated batches hold at most 2**31 - 1 ids together");
+  }
   const int64_t columns = group->columns();
   std::vector<Slot> slots;
   std::vector<int64_t> offsets{0};
@@ -224,13 +234,17 @@ void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, cons
       const auto* found = static_cast<const Slot*>(pass->slots_.data());
       const int64_t first = batch.offset(f * batch.bags), last = batch.offset((f + 1) * batch.bags);
       const int64_t shift = static_cast<int64_t>(slots.size()) - first;
-      for (int64_t bag = f * batch.bags; bag < (f + 1) * batch.bags; ++bag) offsets.push_back(batch.offset(bag + 1) + shift);
+      for (int64_t bag = f * batch.bags; bag < (f + 1) * batch.bags; ++bag) {
+        offsets.push_back(batch.offset(bag + 1) + shift);
+      }
       slots.insert(slots.end(), found + first, found + last);
       ids.insert(ids.end(), batch.ids + first, batch.ids + last);
       if (weighted) weights.insert(weights.end(), batch.weights + first, batch.weights + last);
     }
   }
-  for (size_t p = 0; p < passes.size(); ++p) grad.insert(grad.end(), grads[p], grads[p] + passes[p]->batch_.bags * columns);
+  for (size_t p = 0; p < passes.size(); ++p) {
+    grad.insert(grad.end(), grads[p], grads[p] + passes[p]->batch_.bags * columns);
+  }
   merged.ids = ids.data();
   merged.offsets = offsets.data();
   merged.weights = weighted ? weights.data() : nullptr;
@@ -239,7 +253,8 @@ void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, cons
     for (const auto& table : group->tables) pass->settle(*table, executor);
   }
   const ClippedGradient clipped(*group, grad.data(), merged.bags, executor);
-  Update({*group, merged, slots.data()}, clipped.data(), learning_rates, Steps(group->tables.size(), 0), executor).run();
+  Update({*group, merged, slots.data()}, clipped.data(), learning_rates, Steps(group->tables.size(), 0), executor)
+      .run();
 }
 
 void update_rows(const Group& group, const Batch& batch, const float* grad, float learning_rate, Executor& executor) {

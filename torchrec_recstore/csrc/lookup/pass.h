@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "lookup/backward.h"
 #include "base/buffer_pool.h"
+#include "lookup/backward.h"
 #include "lookup/forward.h"
 #include "lookup/group.h"
 #include "lookup/slots_ahead.h"

@@ -23,7 +23,8 @@ void record_vacated(Table& table) {
 
 }  // namespace
 
-void prefetch(const Group& group, const int64_t* ids, int64_t n_ids, const std::vector<int64_t>& counts, Executor& executor) {
+void prefetch(const Group& group, const int64_t* ids, int64_t n_ids, const std::vector<int64_t>& counts,
+              Executor& executor) {
   check_counts(counts, group.features(), "feature", n_ids);
   auto ahead = std::make_unique<SlotsAhead>(ids, n_ids, counts, group.tables.size());
   std::vector<bool> stamped(group.tables.size(), false);

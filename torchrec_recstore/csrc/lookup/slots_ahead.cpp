@@ -43,7 +43,8 @@ std::unique_ptr<SlotsAhead> ComingBatches::take(const Batch& batch) {
     coming_.erase(coming_.begin(), coming + 1);
     return found;
   }
-  coming_.erase(std::remove_if(coming_.begin(), coming_.end(), [](Coming& c) { return ++c.passed_over == kMost; }), coming_.end());
+  coming_.erase(std::remove_if(coming_.begin(), coming_.end(), [](Coming& c) { return ++c.passed_over == kMost; }),
+                coming_.end());
   return nullptr;
 }
 

@@ -5,16 +5,17 @@
 #include <mutex>
 #include <vector>
 
-#include "lookup/batch.h"
 #include "base/buffer_pool.h"
+#include "lookup/batch.h"
 #include "lookup/vacated.h"
 
 namespace recstore {
 
 class Table;
 
-// The slots of a batch, which a prefetch has resolved ahead of the training lookup. They do not pin the rows: the lookup
-// probes the index again for the positions whose row has left its slot (see StaleSlots), and for those without a row.
+// The slots of a batch, which a prefetch has resolved ahead of the training lookup. They do not pin the rows: the
+// lookup probes the index again for the positions whose row has left its slot (see StaleSlots), and for those without a
+// row.
 struct SlotsAhead {
   // Throws OutOfMemory.
   SlotsAhead(const int64_t* given_ids, int64_t n, std::vector<int64_t> feature_counts, size_t tables);
@@ -43,8 +44,8 @@ class ComingBatches {
   ComingBatches() { coming_.reserve(kMost); }
 
   void add(std::unique_ptr<SlotsAhead> batch) noexcept;
-  // Removes and returns the slots of a batch that resembles this one; null if there are none. Older batches are dropped,
-  // because batches are used in the order of their prefetches.
+  // Removes and returns the slots of a batch that resembles this one; null if there are none. Older batches are
+  // dropped, because batches are used in the order of their prefetches.
   std::unique_ptr<SlotsAhead> take(const Batch& batch);
 
  private:
@@ -57,14 +58,14 @@ class ComingBatches {
   std::vector<Coming> coming_;  // the oldest first
 };
 
-// The slots of a table that rows have left since a stamp. Some other slots may belong to the set, too: to probe the index
-// for them needlessly is cheaper than an exact set.
+// The slots of a table that rows have left since a stamp. Some other slots may belong to the set, too: to probe the
+// index for them needlessly is cheaper than an exact set.
 class StaleSlots {
  public:
   // The caller holds the lock of the table. Throws std::bad_alloc.
   StaleSlots(const Vacated& vacated, Vacated::Stamp stamp);
 
-  bool all() const { return all_; }      // whether every slot belongs to the set
+  bool all() const { return all_; }  // whether every slot belongs to the set
   bool none() const { return bits_.empty(); }
   bool contains(Slot slot) const { return (bits_[(slot & mask_) / 64] >> (slot % 64) & 1) != 0; }
 

@@ -2,9 +2,9 @@
 
 #include <vector>
 
+#include "base/error.h"
 #include "bounds/arrivals.h"
 #include "cold/cold_rows.h"
-#include "base/error.h"
 #include "ops/registry.h"
 #include "ops/tensors.h"
 
@@ -63,7 +63,8 @@ Tensor table_evict(int64_t table, Tensor ids, Tensor images) {
   const auto owner = tables().get(table);
   images = checked_images(images, *owner, ids.size(0));
   Tensor left = empty({ids.size(0)}, ScalarType::Bool);
-  evict(*LockedTable(owner), id_data(ids), ids.size(0), static_cast<const char*>(images.const_data_ptr()), mutable_data<bool>(left));
+  evict(*LockedTable(owner), id_data(ids), ids.size(0), static_cast<const char*>(images.const_data_ptr()),
+        mutable_data<bool>(left));
   return left;
 }
 
@@ -71,7 +72,8 @@ void table_bring_back(int64_t table, Tensor ids, Tensor images, bool looked_up) 
   ids = checked_ids(ids);
   const auto owner = tables().get(table);
   images = checked_images(images, *owner, ids.size(0));
-  bring_back(*LockedTable(owner), id_data(ids), ids.size(0), static_cast<const char*>(images.const_data_ptr()), looked_up, executor());
+  bring_back(*LockedTable(owner), id_data(ids), ids.size(0), static_cast<const char*>(images.const_data_ptr()),
+             looked_up, executor());
 }
 
 Tensor table_expired(int64_t table) { return id_tensor(expired_ids(*SharedTable(tables().get(table)), executor())); }

@@ -19,7 +19,8 @@
 namespace recstore {
 namespace {
 
-int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_tables, std::vector<int64_t> routings, bool mean) {
+int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_tables, std::vector<int64_t> routings,
+                     bool mean) {
   const auto n = static_cast<int64_t>(handles.size());
   if (routings.size() != handles.size() * 4) throw InvalidArgument("routings must have four numbers for each table");
   std::vector<std::shared_ptr<Table>> members;
@@ -32,7 +33,8 @@ int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_
   for (const int64_t t : feature_tables) {
     if (t < 0 || t >= n) throw InvalidArgument("feature_tables must be positions in tables, got " + std::to_string(t));
   }
-  return groups().add(std::make_shared<const Group>(std::move(members), std::move(member_routings), std::move(feature_tables), mean));
+  return groups().add(
+      std::make_shared<const Group>(std::move(members), std::move(member_routings), std::move(feature_tables), mean));
 }
 
 void group_destroy(int64_t group) { groups().remove(group); }
@@ -52,7 +54,8 @@ struct GivenBatch {
 };
 
 // offsets: int32 or int64. Without offsets, each id is a bag of its own.
-GivenBatch checked_batch(const Group& group, const Tensor& given_ids, std::optional<Tensor> offsets, const std::optional<Tensor>& weights) {
+GivenBatch checked_batch(const Group& group, const Tensor& given_ids, std::optional<Tensor> offsets,
+                         const std::optional<Tensor>& weights) {
   const Tensor ids = checked_ids(given_ids);
   GivenBatch given{plain_batch(ids), std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt})};
   Batch& batch = given.batch;
@@ -81,8 +84,9 @@ GivenBatch checked_batch(const Group& group, const Tensor& given_ids, std::optio
 // Returns the handles of the passes, (passes,) int64. The passes live as long as this tensor.
 Tensor context_of(std::vector<std::shared_ptr<Pass>> all) {
   const auto owner = std::make_shared<OwnedHandles<Pass>>(passes(), std::move(all));
-  return torch::stable::from_blob(owner->data(), {owner->size()}, {1}, torch::stable::Device(torch::headeronly::DeviceType::CPU),
-                                  ScalarType::Long, [owner](void*) {});
+  return torch::stable::from_blob(owner->data(), {owner->size()}, {1},
+                                  torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long,
+                                  [owner](void*) {});
 }
 Tensor no_context() { return empty({0}, ScalarType::Long); }
 
@@ -93,7 +97,8 @@ std::shared_ptr<Pass> checked_pass(const Tensor& context) {
 }
 
 // Returns the output (bags, columns), and the context for group_backward; the context is empty without train.
-std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tensor offsets, std::optional<Tensor> weights, bool train) {
+std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tensor offsets,
+                                         std::optional<Tensor> weights, bool train) {
   const auto group = groups().get(group_handle);
   const auto [batch, inputs] = checked_batch(*group, ids, offsets, weights);
   Tensor out = recycled({batch.bags, group->columns()}, ScalarType::Float);
@@ -110,15 +115,15 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
 
 // Reads the rows of all parts. outs: for each part, (batch.bags, columns). See read.
 void read_each(const std::vector<GroupRows>& parts, const std::vector<float*>& outs) {
-  for_each_part(executor(), static_cast<int64_t>(parts.size()), [&](int64_t p, Executor& of_part) {
-    read(*parts[p].group, parts[p].batch, outs[p], of_part);
-  });
+  for_each_part(executor(), static_cast<int64_t>(parts.size()),
+                [&](int64_t p, Executor& of_part) { read(*parts[p].group, parts[p].batch, outs[p], of_part); });
 }
 
 // A lookup without pooling in several groups of one feature. The first counts[0] of ids belong to the first group, the
 // next ones to the second, and so on. Returns the rows (sum of counts * columns,), and the contexts (groups,), each for
 // a group_backward of its own; they are empty without train.
-std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts, bool train) {
+std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts,
+                                        bool train) {
   ids = checked_ids(ids);
   std::vector<GroupRows> parts;
   for (const int64_t handle : group_handles) parts.push_back({groups().get(handle), {}});
@@ -151,7 +156,8 @@ Tensor rows_begin(int64_t group_handle, Tensor ids) {
   std::vector<GroupRows> parts{{groups().get(group_handle), {}}};
   divide_ids(parts, id_data(ids), ids.size(0), {ids.size(0)});
   Inputs inputs{ids, {}, std::nullopt};
-  const auto pass = std::make_shared<Pass>(parts[0].group, parts[0].batch, std::make_shared<Inputs>(std::move(inputs)), executor());
+  const auto pass =
+      std::make_shared<Pass>(parts[0].group, parts[0].batch, std::make_shared<Inputs>(std::move(inputs)), executor());
   Tensor context = context_of({pass});
   Pass::begin({{pass.get(), nullptr}}, executor());
   return context;
@@ -159,7 +165,8 @@ Tensor rows_begin(int64_t group_handle, Tensor ids) {
 
 // Returns the parts of a call for several groups of one feature. ids: the ids of each group, which this function makes
 // contiguous. rows: (n, columns) float32 for each group.
-std::vector<GroupRows> parts_of(const std::vector<int64_t>& group_handles, std::vector<Tensor>& ids, std::vector<Tensor>& rows) {
+std::vector<GroupRows> parts_of(const std::vector<int64_t>& group_handles, std::vector<Tensor>& ids,
+                                std::vector<Tensor>& rows) {
   if (ids.size() != group_handles.size() || rows.size() != group_handles.size()) {
     throw InvalidArgument("ids and rows must have an entry for each group");
   }
@@ -187,7 +194,8 @@ void rows_read(std::vector<int64_t> group_handles, std::vector<Tensor> ids, std:
 
 // A training step and a backward of each of several groups of one feature, which have no table in common. Throws
 // OutOfMemory before a row is updated.
-void rows_update(std::vector<int64_t> group_handles, std::vector<Tensor> ids, std::vector<Tensor> grads, std::vector<double> learning_rates) {
+void rows_update(std::vector<int64_t> group_handles, std::vector<Tensor> ids, std::vector<Tensor> grads,
+                 std::vector<double> learning_rates) {
   const auto parts = parts_of(group_handles, ids, grads);
   if (learning_rates.size() != parts.size()) throw InvalidArgument("learning_rates must have one entry for each group");
   std::vector<std::shared_ptr<Pass>> made;
@@ -255,7 +263,9 @@ void group_prefetch(int64_t group_handle, Tensor ids, std::vector<int64_t> count
 Tensor group_backward(Tensor context, Tensor grad, std::vector<double> learning_rates, bool weight_grads) {
   const auto pass = checked_pass(context);
   grad = checked_rows(grad, "grad", pass->batch().bags, pass->columns());
-  if (learning_rates.size() != pass->table_count()) throw InvalidArgument("learning_rates must have one entry for each table");
+  if (learning_rates.size() != pass->table_count()) {
+    throw InvalidArgument("learning_rates must have one entry for each table");
+  }
   Tensor grad_weights = empty({weight_grads ? pass->batch().n_ids : 0}, ScalarType::Float);
   pass->backward(float_data(grad), std::vector<float>(learning_rates.begin(), learning_rates.end()),
                  weight_grads ? mutable_data<float>(grad_weights) : nullptr, executor());
@@ -272,7 +282,8 @@ Tensor group_weight_gradients(Tensor context, Tensor grad) {
 }
 
 // One update for several passes.
-void group_accumulated_backward(std::vector<Tensor> contexts, std::vector<Tensor> grads, std::vector<double> learning_rates) {
+void group_accumulated_backward(std::vector<Tensor> contexts, std::vector<Tensor> grads,
+                                std::vector<double> learning_rates) {
   if (contexts.empty() || contexts.size() != grads.size()) {
     throw InvalidArgument("contexts and grads must have the same number of entries, at least one");
   }
@@ -283,7 +294,9 @@ void group_accumulated_backward(std::vector<Tensor> contexts, std::vector<Tensor
     grads[i] = checked_rows(grads[i], "grads", all[i]->batch().bags, all[i]->columns());
     data.push_back(float_data(grads[i]));
   }
-  if (learning_rates.size() != all[0]->table_count()) throw InvalidArgument("learning_rates must have one entry for each table");
+  if (learning_rates.size() != all[0]->table_count()) {
+    throw InvalidArgument("learning_rates must have one entry for each table");
+  }
   accumulated_backward(all, data, std::vector<float>(learning_rates.begin(), learning_rates.end()), executor());
 }
 
@@ -300,7 +313,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("rows_update(int[] groups, Tensor[] ids, Tensor[] grads, float[] learning_rates) -> ()");
   m.def("group_table_ids(int group, Tensor ids, Tensor? offsets) -> Tensor[]");
   m.def(
-      "group_read(int group, Tensor ids, Tensor? offsets, Tensor? weights, Tensor[] elsewhere_ids, Tensor[] elsewhere_images) "
+      "group_read(int group, Tensor ids, Tensor? offsets, Tensor? weights, Tensor[] elsewhere_ids, Tensor[] "
+      "elsewhere_images) "
       "-> Tensor");
   m.def("group_prefetch(int group, Tensor ids, int[] counts) -> ()");
   m.def("group_backward(Tensor context, Tensor grad, float[] learning_rates, bool weight_grads) -> Tensor");

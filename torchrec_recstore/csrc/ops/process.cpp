@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "ops/registry.h"
-#include "row_loops/row_loops.h"
 #include "ops/tensors.h"
+#include "row_loops/row_loops.h"
 
 // A function of the OpenMP runtime that torch has loaded; null if the runtime is older than OpenMP 5.
 extern "C" int omp_pause_resource_all(int kind) __attribute__((weak));

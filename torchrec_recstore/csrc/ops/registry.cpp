@@ -2,11 +2,11 @@
 
 #include "base/buffer_pool.h"
 #include "cold/file_lock.h"
+#include "cold/ssd_store.h"
 #include "lookup/group.h"
 #include "lookup/pass.h"
-#include "snapshot/snapshot.h"
-#include "cold/ssd_store.h"
 #include "rows/table.h"
+#include "snapshot/snapshot.h"
 
 namespace recstore {
 namespace {
@@ -35,7 +35,8 @@ Registry<const Group>& groups() {
 
 Registry<Pass>& passes() {
   static auto* registry = new Registry<Pass>(
-      "pass", ": the graph of the lookup was freed, or a saved-tensor hook replaced what a compiled lookup saved by a copy");
+      "pass",
+      ": the graph of the lookup was freed, or a saved-tensor hook replaced what a compiled lookup saved by a copy");
   return *registry;
 }
 

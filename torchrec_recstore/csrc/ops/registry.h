@@ -17,7 +17,8 @@ template <class T>
 class Registry {
  public:
   // kind: the name of such an object in an error. why_missing: the end of the error for an unknown handle.
-  explicit Registry(std::string kind, std::string why_missing = "") : kind_(std::move(kind)), why_missing_(std::move(why_missing)) {}
+  explicit Registry(std::string kind, std::string why_missing = "")
+      : kind_(std::move(kind)), why_missing_(std::move(why_missing)) {}
 
   int64_t add(std::shared_ptr<T> object) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -61,7 +62,8 @@ class Registry {
     throw InvalidArgument(
         "the " + kind_ +
         " was made before this process was forked, and a forked process cannot use it: start processes with "
-        "multiprocessing's start method 'spawn' or 'forkserver' (DataLoader: multiprocessing_context='spawn') and make the "
+        "multiprocessing's start method 'spawn' or 'forkserver' (DataLoader: multiprocessing_context='spawn') and make "
+        "the "
         "table there");
   }
 
@@ -115,9 +117,9 @@ Registry<Snapshot>& snapshots();
 Registry<SsdStore>& ssd_stores();
 Registry<SsdScan>& ssd_scans();
 
-// The handlers that pthread_atfork() takes, for the registries, the buffer pool and the locks of files. Tables belong to the process that
-// made them. Without the handlers, a process that is forked while another thread uses a table would wait forever for
-// the locks that this thread held, at the latest when it frees a tensor.
+// The handlers that pthread_atfork() takes, for the registries, the buffer pool and the locks of files. Tables belong
+// to the process that made them. Without the handlers, a process that is forked while another thread uses a table would
+// wait forever for the locks that this thread held, at the latest when it frees a tensor.
 void before_fork();
 void after_fork_in_parent();
 void after_fork_in_child();

@@ -37,7 +37,8 @@ int guarded(RowError* error, const Call& call) noexcept {
     return kRowsDone;
   } catch (const InvalidArgument& invalid) {
     const std::string text = invalid.what();
-    const bool closed = text.find("is closed") != std::string::npos || text.find("no open table") != std::string::npos ||
+    const bool closed = text.find("is closed") != std::string::npos ||
+                        text.find("no open table") != std::string::npos ||
                         text.find("no open group") != std::string::npos;
     return failed(closed ? kRowsClosed : kRowsInvalid, text.c_str());
   } catch (const std::exception& no_memory) {
@@ -56,7 +57,8 @@ RowType type_of(const RowsOfTable& part) { return tables().get(part.table)->conf
 
 template <class Narrow>
 void widen(const void* from, int64_t n, float* to) {
-  std::transform(static_cast<const Narrow*>(from), static_cast<const Narrow*>(from) + n, to, [](Narrow value) { return static_cast<float>(value); });
+  std::transform(static_cast<const Narrow*>(from), static_cast<const Narrow*>(from) + n, to,
+                 [](Narrow value) { return static_cast<float>(value); });
 }
 template <class Narrow>
 void narrow(const float* from, int64_t n, void* to) {
@@ -71,11 +73,17 @@ class Floats {
   }
   float* data() const { return static_cast<float*>(is_narrow() ? own_.data() : part_.values); }
   const float* read() const {
-    if (is_narrow()) type_ == RowType::kFloat16 ? widen<c10::Half>(part_.values, n_, data()) : widen<c10::BFloat16>(part_.values, n_, data());
+    if (is_narrow()) {
+      type_ == RowType::kFloat16 ? widen<c10::Half>(part_.values, n_, data())
+                                 : widen<c10::BFloat16>(part_.values, n_, data());
+    }
     return data();
   }
   void write_back() const {
-    if (is_narrow()) type_ == RowType::kFloat16 ? narrow<c10::Half>(data(), n_, part_.values) : narrow<c10::BFloat16>(data(), n_, part_.values);
+    if (is_narrow()) {
+      type_ == RowType::kFloat16 ? narrow<c10::Half>(data(), n_, part_.values)
+                                 : narrow<c10::BFloat16>(data(), n_, part_.values);
+    }
   }
 
  private:
@@ -110,7 +118,9 @@ void read_part(const RowsOfTable& part, Executor& of_part) {
 }
 
 int read_parts(const RowsOfTable* parts, int64_t count, RowError* error) {
-  return guarded(error, [&] { for_each_part(executor(), count, [&](int64_t p, Executor& of_part) { read_part(parts[p], of_part); }); });
+  return guarded(error, [&] {
+    for_each_part(executor(), count, [&](int64_t p, Executor& of_part) { read_part(parts[p], of_part); });
+  });
 }
 
 int update_parts(const RowsOfTable* parts, int64_t count, RowError* error) {

@@ -23,7 +23,7 @@ struct RowsOfTable {
   int64_t group;       // the handle of a group of this table alone, with one feature
   const int64_t* ids;  // (n,)
   int64_t n;
-  void* values;          // (n, columns): the memory of the rows that are read, or the gradients of an update
+  void* values;  // (n, columns): the memory of the rows that are read, or the gradients of an update
   bool narrow;
   bool zeros;            // reads: an id without a row reads as zeros
   double learning_rate;  // updates

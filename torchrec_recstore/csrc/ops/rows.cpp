@@ -8,8 +8,8 @@
 
 #include "base/error.h"
 #include "ops/registry.h"
-#include "snapshot/snapshot.h"
 #include "ops/tensors.h"
+#include "snapshot/snapshot.h"
 
 namespace recstore {
 namespace {
@@ -23,17 +23,20 @@ RowTensors table_export(int64_t table, Tensor ids) {
   return rows;
 }
 
-void table_import(int64_t table, Tensor ids, Tensor weights, Tensor elements, Tensor state, Tensor last_step, Tensor frequency) {
+void table_import(int64_t table, Tensor ids, Tensor weights, Tensor elements, Tensor state, Tensor last_step,
+                  Tensor frequency) {
   ids = checked_ids(ids);
   const auto owner = tables().get(table);
-  const int64_t n = ids.size(0), columns = owner->config().columns(), states = owner->config().optimizer.element_states();
+  const int64_t n = ids.size(0), columns = owner->config().columns(),
+                states = owner->config().optimizer.element_states();
   weights = checked(weights, "weights", weight_type(*owner), 2);
   elements = checked(elements, "elements", ScalarType::Float, 3);
   state = checked(state, "state", ScalarType::Float, 1);
   last_step = checked(last_step, "last_step", ScalarType::Long, 1);
   frequency = checked(frequency, "frequency", ScalarType::Long, 1);
-  if (weights.size(0) != n || weights.size(1) != weight_numbers(*owner) || elements.size(0) != states || elements.size(1) != n ||
-      elements.size(2) != columns || state.size(0) != n || last_step.size(0) != n || frequency.size(0) != n) {
+  if (weights.size(0) != n || weights.size(1) != weight_numbers(*owner) || elements.size(0) != states ||
+      elements.size(1) != n || elements.size(2) != columns || state.size(0) != n || last_step.size(0) != n ||
+      frequency.size(0) != n) {
     throw InvalidArgument("rows must have one entry for each id, and the columns and optimizer states of the table");
   }
   ConstRowImages images{weights.const_data_ptr(), {}, float_data(state), id_data(last_step), id_data(frequency)};
@@ -94,7 +97,8 @@ void snapshot_close(int64_t snapshot) { snapshots().remove(snapshot); }
 STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("table_export(int table, Tensor ids) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "table_import(int table, Tensor ids, Tensor weights, Tensor elements, Tensor state, Tensor last_step, Tensor frequency) "
+      "table_import(int table, Tensor ids, Tensor weights, Tensor elements, Tensor state, Tensor last_step, Tensor "
+      "frequency) "
       "-> ()");
   m.def("table_is_being_saved(int table) -> bool");
   m.def("table_mark(int table) -> int");

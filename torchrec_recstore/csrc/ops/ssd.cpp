@@ -6,8 +6,8 @@
 #include <tuple>
 
 #include "base/error.h"
-#include "ops/registry.h"
 #include "cold/ssd_store.h"
+#include "ops/registry.h"
 #include "ops/tensors.h"
 
 namespace recstore {
@@ -40,7 +40,9 @@ void ssd_put(int64_t store, Tensor ids, Tensor rows) {
   ids = checked_ids(ids);
   const auto owner = ssd_stores().get(store);
   rows = checked(rows, "rows", ScalarType::Byte, 2);
-  if (rows.size(0) != ids.size(0) || rows.size(1) != owner->row_bytes()) throw InvalidArgument("rows must be (N, row bytes)");
+  if (rows.size(0) != ids.size(0) || rows.size(1) != owner->row_bytes()) {
+    throw InvalidArgument("rows must be (N, row bytes)");
+  }
   owner->put(id_data(ids), static_cast<const char*>(rows.const_data_ptr()), ids.size(0));
 }
 

@@ -9,13 +9,13 @@
 #include <vector>
 
 #include "base/error.h"
+#include "bounds/scores.h"
 #include "lookup/find.h"
 #include "lookup/pass.h"
 #include "ops/registry.h"
+#include "ops/tensors.h"
 #include "row_loops/row_compiler.h"
 #include "row_loops/row_loops.h"
-#include "bounds/scores.h"
-#include "ops/tensors.h"
 
 namespace recstore {
 namespace {
@@ -27,8 +27,9 @@ constexpr int64_t kMostDepartures = int64_t{1} << 30;
 int64_t optimizer_load(std::string name, std::vector<std::string> states, int64_t element_states,
                        std::vector<std::string> hyperparameters, std::vector<std::string> once, std::string row,
                        std::string step) {
-  return load_optimizer(compile_row_code({std::move(name), std::move(states), element_states, std::move(hyperparameters),
-                                          std::move(once), std::move(row), std::move(step)}));
+  return load_optimizer(
+      compile_row_code({std::move(name), std::move(states), element_states, std::move(hyperparameters), std::move(once),
+                        std::move(row), std::move(step)}));
 }
 
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
@@ -36,7 +37,9 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
                      std::vector<double> optimizer_numbers, int64_t row_type, bool stochastic_rounding,
                      int64_t state_type, int64_t nonfinite, std::vector<int64_t> bounds) {
   if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a non-empty range");
-  if (column_end > kMostColumns) throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
+  if (column_end > kMostColumns) {
+    throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
+  }
   if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
   if (row_type < 0 || row_type > 3) throw InvalidArgument("row_type must be from 0 to 3");
   if (state_type < 0 || state_type > 1) throw InvalidArgument("state_type must be 0 or 1");
@@ -132,7 +135,9 @@ Tensor table_ids(int64_t table) {
 }
 
 void check_count(const Tensor& scores, const Tensor& ids) {
-  if (scores.size(0) != ids.size(0)) throw InvalidArgument("scores must have the shape of ids, (" + std::to_string(ids.size(0)) + ",)");
+  if (scores.size(0) != ids.size(0)) {
+    throw InvalidArgument("scores must have the shape of ids, (" + std::to_string(ids.size(0)) + ",)");
+  }
 }
 
 // Sets the scores by which rows are evicted. Returns the number of rows whose score was set.
@@ -141,7 +146,8 @@ Tensor table_set_scores(int64_t table, Tensor ids, Tensor scores) {
   scores = checked(scores, "scores", ScalarType::Float, 1);
   check_count(scores, ids);
   Tensor rows = empty({}, ScalarType::Long);
-  *mutable_data<int64_t>(rows) = set_scores(*LockedTable(tables().get(table)), id_data(ids), ids.size(0), float_data(scores), executor());
+  *mutable_data<int64_t>(rows) =
+      set_scores(*LockedTable(tables().get(table)), id_data(ids), ids.size(0), float_data(scores), executor());
   return rows;
 }
 
@@ -153,19 +159,22 @@ Tensor table_score_images(int64_t table, Tensor ids, Tensor scores, Tensor image
   const auto owner = tables().get(table);
   images = checked_images(images, *owner, ids.size(0));
   const Tensor out = recycled({ids.size(0), owner->image_bytes()}, ScalarType::Byte);
-  std::memcpy(mutable_data<char>(out), images.const_data_ptr(), static_cast<size_t>(ids.size(0) * owner->image_bytes()));
+  std::memcpy(mutable_data<char>(out), images.const_data_ptr(),
+              static_cast<size_t>(ids.size(0) * owner->image_bytes()));
   set_image_scores(*LockedTable(owner), id_data(ids), ids.size(0), float_data(scores), mutable_data<char>(out));
   return out;
 }
 
 // Begins to record which rows leave the table for good, up to a number of ids.
 void table_record_left(int64_t table, int64_t most) {
-  if (most < 1 || most > kMostDepartures) throw InvalidArgument("left_ids must be within 1 and 2**30, got " + std::to_string(most));
+  if (most < 1 || most > kMostDepartures) {
+    throw InvalidArgument("left_ids must be within 1 and 2**30, got " + std::to_string(most));
+  }
   LockedTable(tables().get(table))->record_departures(most);
 }
 
-// Returns the recorded ids that have no row in memory, (N,) int64, ascending, and whether the record is complete. The record
-// begins anew.
+// Returns the recorded ids that have no row in memory, (N,) int64, ascending, and whether the record is complete. The
+// record begins anew.
 std::tuple<Tensor, bool> table_take_left(int64_t table) {
   const LockedTable owner(tables().get(table));
   Departures* departures = owner->departures();
@@ -191,13 +200,14 @@ void table_add_left(int64_t table, Tensor ids, bool complete) {
   std::for_each(id_data(ids), id_data(ids) + ids.size(0), [&](int64_t id) { departures->add(id); });
 }
 
-// Returns rows, bytes, lookups, misses, inserts, updates, nonfinite, steps, refused, evicted, expired, cold hits, refused
-// times.
+// Returns rows, bytes, lookups, misses, inserts, updates, nonfinite, steps, refused, evicted, expired, cold hits,
+// refused times.
 std::vector<int64_t> table_stats(int64_t table) {
   const SharedTable owner(tables().get(table), executor());
   const Counters& c = owner->counters();
   const int64_t refused_times = owner->wall_clock() == nullptr ? 0 : owner->wall_clock()->refused();
-  return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.nonfinite, c.steps, c.refused, c.evicted, c.expired, c.cold_hits, refused_times};
+  return {owner->size(), owner->bytes(), c.lookups, c.misses,  c.inserts,   c.updates,    c.nonfinite,
+          c.steps,       c.refused,      c.evicted, c.expired, c.cold_hits, refused_times};
 }
 
 // Returns what admission has counted: ids (N,) int64, their counts (N,) uint8, and their generations (N,) uint8.
@@ -205,9 +215,12 @@ std::tuple<Tensor, Tensor, Tensor> table_sightings(int64_t table) {
   const SharedTable owner(tables().get(table));
   const Sightings* sightings = owner->sightings();
   const int64_t n = sightings == nullptr ? 0 : sightings->size();
-  std::tuple<Tensor, Tensor, Tensor> found{empty({n}, ScalarType::Long), empty({n}, ScalarType::Byte), empty({n}, ScalarType::Byte)};
+  std::tuple<Tensor, Tensor, Tensor> found{empty({n}, ScalarType::Long), empty({n}, ScalarType::Byte),
+                                           empty({n}, ScalarType::Byte)};
   auto& [ids, counts, generations] = found;
-  if (n > 0) sightings->read(mutable_data<int64_t>(ids), mutable_data<uint8_t>(counts), mutable_data<uint8_t>(generations));
+  if (n > 0) {
+    sightings->read(mutable_data<int64_t>(ids), mutable_data<uint8_t>(counts), mutable_data<uint8_t>(generations));
+  }
   return found;
 }
 
@@ -216,10 +229,13 @@ void table_set_sightings(int64_t table, Tensor ids, Tensor counts, Tensor genera
   counts = checked(counts, "counts", ScalarType::Byte, 1);
   generations = checked(generations, "generations", ScalarType::Byte, 1);
   const int64_t n = ids.size(0);
-  if (counts.size(0) != n || generations.size(0) != n) throw InvalidArgument("counts and generations must have the shape of ids, (" + std::to_string(n) + ",)");
+  if (counts.size(0) != n || generations.size(0) != n) {
+    throw InvalidArgument("counts and generations must have the shape of ids, (" + std::to_string(n) + ",)");
+  }
   const LockedTable owner(tables().get(table));
   if (owner->sightings() == nullptr) throw InvalidArgument("the table has no admission");
-  owner->sightings()->write(static_cast<const int64_t*>(ids.const_data_ptr()), static_cast<const uint8_t*>(counts.const_data_ptr()),
+  owner->sightings()->write(static_cast<const int64_t*>(ids.const_data_ptr()),
+                            static_cast<const uint8_t*>(counts.const_data_ptr()),
                             static_cast<const uint8_t*>(generations.const_data_ptr()), n);
 }
 
@@ -227,7 +243,9 @@ void table_set_sightings(int64_t table, Tensor ids, Tensor counts, Tensor genera
 int64_t table_optimizer_steps(int64_t table) { return SharedTable(tables().get(table))->optimizer_steps(); }
 
 void table_set_optimizer_steps(int64_t table, int64_t steps) {
-  if (steps < 0 || steps > int64_t{1} << 62) throw InvalidArgument("optimizer steps must be within 0 and 2**62, got " + std::to_string(steps));
+  if (steps < 0 || steps > int64_t{1} << 62) {
+    throw InvalidArgument("optimizer steps must be within 0 and 2**62, got " + std::to_string(steps));
+  }
   LockedTable(tables().get(table))->set_optimizer_steps(steps);
 }
 
@@ -235,7 +253,9 @@ void table_set_optimizer_steps(int64_t table, int64_t steps) {
 int64_t table_steps(int64_t table) { return SharedTable(tables().get(table))->clock(); }
 
 void table_set_steps(int64_t table, int64_t steps) {
-  if (steps < 0 || steps >= int64_t{0xFFFFFFFF}) throw InvalidArgument("steps must be within 0 and 2**32 - 2, got " + std::to_string(steps));
+  if (steps < 0 || steps >= int64_t{0xFFFFFFFF}) {
+    throw InvalidArgument("steps must be within 0 and 2**32 - 2, got " + std::to_string(steps));
+  }
   LockedTable(tables().get(table))->set_clock(steps);
 }
 
@@ -256,8 +276,8 @@ void check_time(int64_t time) {
   if (time < 0) throw InvalidArgument("time must not be negative, got " + std::to_string(time));
 }
 
-// Sets the time of the events to one of those that the ranks know, in microseconds since 1970. Returns nothing, or a time
-// that was refused, the time of the clock, and the number of refusals.
+// Sets the time of the events to one of those that the ranks know, in microseconds since 1970. Returns nothing, or a
+// time that was refused, the time of the clock, and the number of refusals.
 std::vector<int64_t> table_set_time(int64_t table, std::vector<int64_t> times) {
   if (times.empty()) throw InvalidArgument("times must not be empty");
   std::for_each(times.begin(), times.end(), check_time);
@@ -265,7 +285,8 @@ std::vector<int64_t> table_set_time(int64_t table, std::vector<int64_t> times) {
   WallClock* clock = owner->wall_clock();
   if (clock == nullptr) return {};
   const std::optional<int64_t> refused = clock->set(times);
-  return refused.has_value() ? std::vector<int64_t>{*refused, clock->event_time(), clock->refused()} : std::vector<int64_t>{};
+  return refused.has_value() ? std::vector<int64_t>{*refused, clock->event_time(), clock->refused()}
+                             : std::vector<int64_t>{};
 }
 
 // Sets the time that all shards of the table read, in microseconds since 1970.
@@ -289,11 +310,13 @@ void table_exchange_rows(int64_t table, int64_t other) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def(
-      "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float init_a, "
+      "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float "
+      "init_a, "
       "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers, int row_type, "
       "bool stochastic_rounding, int state_type, int nonfinite, int[] bounds) -> int");
   m.def(
-      "optimizer_load(str name, str[] states, int element_states, str[] hyperparameters, str[] once, str row, str step) "
+      "optimizer_load(str name, str[] states, int element_states, str[] hyperparameters, str[] once, str row, str "
+      "step) "
       "-> int");
   m.def("table_destroy(int table) -> ()");
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");

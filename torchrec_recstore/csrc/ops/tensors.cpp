@@ -31,7 +31,9 @@ Tensor checked(const Tensor& tensor, const char* name, ScalarType dtype, int64_t
     const char* wanted = dtype == ScalarType::Long ? "int64" : dtype == ScalarType::Byte ? "uint8" : "float32";
     throw InvalidArgument(std::string(name) + " must be of dtype " + wanted);
   }
-  if (tensor.dim() != dim) throw InvalidArgument(std::string(name) + " must have " + std::to_string(dim) + " dimensions");
+  if (tensor.dim() != dim) {
+    throw InvalidArgument(std::string(name) + " must have " + std::to_string(dim) + " dimensions");
+  }
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
@@ -40,7 +42,8 @@ Tensor checked_ids(const Tensor& ids) { return checked(ids, "ids", ScalarType::L
 Tensor checked_rows(const Tensor& rows, const char* name, int64_t n, int64_t columns) {
   Tensor out = checked(rows, name, ScalarType::Float, 2);
   if (out.size(0) != n || out.size(1) != columns) {
-    throw InvalidArgument(std::string(name) + " must have the shape (" + std::to_string(n) + ", " + std::to_string(columns) + ")");
+    throw InvalidArgument(std::string(name) + " must have the shape (" + std::to_string(n) + ", " +
+                          std::to_string(columns) + ")");
   }
   return out;
 }
@@ -48,12 +51,15 @@ Tensor checked_rows(const Tensor& rows, const char* name, int64_t n, int64_t col
 Tensor checked_images(const Tensor& images, const Table& table, int64_t n) {
   Tensor out = checked(images, "images", ScalarType::Byte, 2);
   if (out.size(0) != n || out.size(1) != table.image_bytes()) {
-    throw InvalidArgument("images must have the shape (" + std::to_string(n) + ", " + std::to_string(table.image_bytes()) + ")");
+    throw InvalidArgument("images must have the shape (" + std::to_string(n) + ", " +
+                          std::to_string(table.image_bytes()) + ")");
   }
   return out;
 }
 
-Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype) { return torch::stable::empty(shape, dtype, std::nullopt, cpu()); }
+Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype) {
+  return torch::stable::empty(shape, dtype, std::nullopt, cpu());
+}
 
 Tensor recycled(const std::vector<int64_t>& shape, ScalarType dtype) {
   auto buffer = BufferPool::instance().take(tensor_bytes(shape, element_bytes(dtype)));
@@ -96,7 +102,10 @@ RowTensors empty_rows(const Table& table, int64_t n) {
 
 RowImages images_of(const RowTensors& rows) {
   const auto& [weights, elements, state, last_step, frequency] = rows;
-  RowImages images{weights.mutable_data_ptr(), {}, mutable_data<float>(state), mutable_data<int64_t>(last_step),
+  RowImages images{weights.mutable_data_ptr(),
+                   {},
+                   mutable_data<float>(state),
+                   mutable_data<int64_t>(last_step),
                    mutable_data<int64_t>(frequency)};
   for (int64_t e = 0; e < elements.size(0); ++e) {
     images.elements.push_back(mutable_data<float>(elements) + e * elements.size(1) * elements.size(2));

@@ -11,9 +11,9 @@
 #include <tuple>
 #include <vector>
 
-#include "lookup/batch.h"
 #include "base/buffer_pool.h"
 #include "base/executor.h"
+#include "lookup/batch.h"
 #include "rows/table.h"
 #include "rows/transfer.h"
 
@@ -48,8 +48,8 @@ Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype);
 Tensor recycled(const std::vector<int64_t>& shape, ScalarType dtype);
 Tensor id_tensor(const std::vector<int64_t>& ids);
 
-// Whole rows as tensors: weights (N, weight_numbers()) of weight_type(), element-wise optimizer states (states, N, columns)
-// float32, row-wise optimizer state (N,) float32, last step (N,) int64, frequency (N,) int64.
+// Whole rows as tensors: weights (N, weight_numbers()) of weight_type(), element-wise optimizer states (states, N,
+// columns) float32, row-wise optimizer state (N,) float32, last step (N,) int64, frequency (N,) int64.
 using RowTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 ScalarType weight_type(const Table& table);
 // Number of elements of weight_type() in the weights of a row: the columns, or the bytes of an 8-bit row.

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/mix.h"
 #include "base/slots.h"
 #include "lookup/group.h"
-#include "base/mix.h"
 #include "ops/tensors.h"
 
 namespace recstore {
@@ -39,7 +39,9 @@ constexpr size_t kLine = 64;  // bytes of a line of a cache. Parts of a line tak
 #if defined(__SSE2__)
 // Copies `bytes` bytes, a multiple of 16, to an address that is a multiple of 16.
 inline void copy_past_caches(char* to, const char* from, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 16) _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+  for (size_t i = 0; i < bytes; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+  }
 }
 inline void end_of_streamed_rows() { _mm_sfence(); }
 #else
@@ -47,7 +49,8 @@ inline void copy_past_caches(char* to, const char* from, size_t bytes) { std::me
 inline void end_of_streamed_rows() {}
 #endif
 
-// Whether rows of `bytes` bytes, which have `all` bytes together, are written past the caches to memory that begins at `to`.
+// Whether rows of `bytes` bytes, which have `all` bytes together, are written past the caches to memory that begins at
+// `to`.
 bool is_streamed(const char* to, size_t bytes, size_t all) {
   return all >= kStreamedBytes && bytes % kLine == 0 && reinterpret_cast<uintptr_t>(to) % kLine == 0;
 }
@@ -64,14 +67,16 @@ void with_row_size(size_t bytes, const Copy& copy) {
   }
 }
 
-// The rows of several tables, and a window of the stream in which they travel. The stream has the rows of one table after
-// the other. The rows of each table begin at a multiple of 4 bytes.
+// The rows of several tables, and a window of the stream in which they travel. The stream has the rows of one table
+// after the other. The rows of each table begin at a multiple of 4 bytes.
 class Stream {
  public:
-  // rows: for each table, (n, row bytes) uint8, contiguous. places: the index of each row of the stream in the rows of all
-  // tables together, table by table; none means all rows in their order. counts: the number of rows of each table in the
-  // stream. window: (bytes,) uint8, which begins at the byte `at` of the stream. It begins and ends between two rows.
-  Stream(std::vector<Tensor>& rows, const std::optional<Tensor>& places, const std::vector<int64_t>& counts, Tensor& window, int64_t at)
+  // rows: for each table, (n, row bytes) uint8, contiguous. places: the index of each row of the stream in the rows of
+  // all tables together, table by table; none means all rows in their order. counts: the number of rows of each table
+  // in the stream. window: (bytes,) uint8, which begins at the byte `at` of the stream. It begins and ends between two
+  // rows.
+  Stream(std::vector<Tensor>& rows, const std::optional<Tensor>& places, const std::vector<int64_t>& counts,
+         Tensor& window, int64_t at)
       : begin_(at) {
     if (rows.size() != counts.size()) throw InvalidArgument("counts must have one entry for each table");
     if (places.has_value()) places_ = checked(*places, "places", ScalarType::Long, 1);
@@ -81,14 +86,18 @@ class Stream {
     for (size_t t = 0; t < rows.size(); ++t) {
       rows[t] = checked(rows[t], "rows", ScalarType::Byte, 2);
       const int64_t n = rows[t].size(0), bytes = rows[t].size(1);
-      if (counts[t] < 0 || (!places.has_value() && counts[t] != n)) throw InvalidArgument("counts must have the number of rows of each table");
+      if (counts[t] < 0 || (!places.has_value() && counts[t] != n)) {
+        throw InvalidArgument("counts must have the number of rows of each table");
+      }
       next = (next + 3) / 4 * 4;
       tables_.push_back({next, counts[t], static_cast<size_t>(bytes), first, n, entry});
       next += counts[t] * bytes;
       first += n;
       entry += counts[t];
     }
-    if (places.has_value() && places_->size(0) != entry) throw InvalidArgument("places must have an entry for each row of the stream");
+    if (places.has_value() && places_->size(0) != entry) {
+      throw InvalidArgument("places must have an entry for each row of the stream");
+    }
     if (at < 0 || end_ > next) throw InvalidArgument("window must lie in the stream");
     for (const Part& part : tables_) check_part(part);
   }
@@ -99,7 +108,8 @@ class Stream {
     for (size_t t = 0; t < tables_.size(); ++t) {
       const auto [from, to] = rows_in_window(tables_[t]);
       if (from == to || tables_[t].bytes == 0) continue;
-      copy(t, tables_[t].bytes, static_cast<size_t>(tables_[t].begin - begin_) + static_cast<size_t>(from) * tables_[t].bytes, from, to,
+      copy(t, tables_[t].bytes,
+           static_cast<size_t>(tables_[t].begin - begin_) + static_cast<size_t>(from) * tables_[t].bytes, from, to,
            places_.has_value() ? id_data(*places_) + tables_[t].entry : nullptr, tables_[t].first);
     }
   }
@@ -108,7 +118,7 @@ class Stream {
   struct Part {
     int64_t begin;  // in the stream
     int64_t count;
-    size_t bytes;  // of a row
+    size_t bytes;   // of a row
     int64_t first;  // the index of the first row of the table in the rows of all tables
     int64_t rows;
     int64_t entry;  // the first entry of the table in places
@@ -123,14 +133,17 @@ class Stream {
   void check_part(const Part& part) const {
     const auto bytes = static_cast<int64_t>(part.bytes), end = part.begin + part.count * bytes;
     for (const int64_t edge : {begin_, end_}) {
-      if (edge > part.begin && edge < end && (edge - part.begin) % bytes != 0) throw InvalidArgument("window must begin and end between two rows");
+      if (edge > part.begin && edge < end && (edge - part.begin) % bytes != 0) {
+        throw InvalidArgument("window must begin and end between two rows");
+      }
     }
     if (!places_.has_value()) return;
     const auto [from, to] = rows_in_window(part);
     const int64_t* place = id_data(*places_) + part.entry;
     for (int64_t i = from; i < to; ++i) {
       if (place[i] < part.first || place[i] >= part.first + part.rows) {
-        throw InvalidArgument("places must be from " + std::to_string(part.first) + " to " + std::to_string(part.first + part.rows - 1));
+        throw InvalidArgument("places must be from " + std::to_string(part.first) + " to " +
+                              std::to_string(part.first + part.rows - 1));
       }
     }
   }
@@ -148,48 +161,56 @@ void check_contiguous(const std::vector<Tensor>& tensors, const char* name) {
 
 // Writes the rows that lie in a window of a stream to the rows of the tables. See Stream. Runs on the calling thread:
 // client and server share the cores, and idle threads of a team would spin on them.
-void rows_put(std::vector<Tensor> out, std::optional<Tensor> places, std::vector<int64_t> counts, Tensor window, int64_t at) {
+void rows_put(std::vector<Tensor> out, std::optional<Tensor> places, std::vector<int64_t> counts, Tensor window,
+              int64_t at) {
   check_contiguous(out, "out");
   const Stream stream(out, places, counts, window, at);
   const auto* from = static_cast<const char*>(window.const_data_ptr());
-  stream.each_run([&](size_t t, size_t bytes, size_t place, int64_t begin, int64_t end, const int64_t* rows, int64_t first) {
-    auto* to = static_cast<char*>(out[t].mutable_data_ptr());
-    const char* source = from + place;
-    const auto all = static_cast<size_t>(end - begin) * bytes;
-    if (rows == nullptr) {
-      std::memcpy(to + static_cast<size_t>(begin) * bytes, source, all);
-      return;
-    }
-    const auto put = [&](auto copy) {
-      for (int64_t i = begin; i < end; ++i, source += bytes) copy(to + static_cast<size_t>(rows[i] - first) * bytes, source);
-    };
-    if (!is_streamed(to, bytes, all)) return with_row_size(bytes, put);
-    put([bytes](char* row, const char* content) { copy_past_caches(row, content, bytes); });
-    end_of_streamed_rows();
-  });
+  stream.each_run(
+      [&](size_t t, size_t bytes, size_t place, int64_t begin, int64_t end, const int64_t* rows, int64_t first) {
+        auto* to = static_cast<char*>(out[t].mutable_data_ptr());
+        const char* source = from + place;
+        const auto all = static_cast<size_t>(end - begin) * bytes;
+        if (rows == nullptr) {
+          std::memcpy(to + static_cast<size_t>(begin) * bytes, source, all);
+          return;
+        }
+        const auto put = [&](auto copy) {
+          for (int64_t i = begin; i < end; ++i, source += bytes) {
+            copy(to + static_cast<size_t>(rows[i] - first) * bytes, source);
+          }
+        };
+        if (!is_streamed(to, bytes, all)) return with_row_size(bytes, put);
+        put([bytes](char* row, const char* content) { copy_past_caches(row, content, bytes); });
+        end_of_streamed_rows();
+      });
 }
 
 // Writes the rows of tables that lie in a window of a stream to the window. See rows_put.
-void rows_take(std::vector<Tensor> rows, std::optional<Tensor> places, std::vector<int64_t> counts, Tensor window, int64_t at) {
+void rows_take(std::vector<Tensor> rows, std::optional<Tensor> places, std::vector<int64_t> counts, Tensor window,
+               int64_t at) {
   check_contiguous({window}, "window");
   const Stream stream(rows, places, counts, window, at);
   auto* to = static_cast<char*>(window.mutable_data_ptr());
-  stream.each_run([&](size_t t, size_t bytes, size_t place, int64_t begin, int64_t end, const int64_t* of, int64_t first) {
-    const auto* from = static_cast<const char*>(rows[t].const_data_ptr());
-    char* target = to + place;
-    if (of == nullptr) {
-      std::memcpy(target, from + static_cast<size_t>(begin) * bytes, static_cast<size_t>(end - begin) * bytes);
-      return;
-    }
-    with_row_size(bytes, [&](auto copy) {
-      for (int64_t i = begin; i < end; ++i, target += bytes) copy(target, from + static_cast<size_t>(of[i] - first) * bytes);
-    });
-  });
+  stream.each_run(
+      [&](size_t t, size_t bytes, size_t place, int64_t begin, int64_t end, const int64_t* of, int64_t first) {
+        const auto* from = static_cast<const char*>(rows[t].const_data_ptr());
+        char* target = to + place;
+        if (of == nullptr) {
+          std::memcpy(target, from + static_cast<size_t>(begin) * bytes, static_cast<size_t>(end - begin) * bytes);
+          return;
+        }
+        with_row_size(bytes, [&](auto copy) {
+          for (int64_t i = begin; i < end; ++i, target += bytes) {
+            copy(target, from + static_cast<size_t>(of[i] - first) * bytes);
+          }
+        });
+      });
 }
 
-// Splits the ids of several tables among n owners by the slot of each id. counts: the number of ids of each table; owners:
-// (slots,), the owner of each slot. Returns the ids, owner by owner, their positions in `ids`, ascending for each owner, and
-// the number of ids of each owner and table, (n, tables).
+// Splits the ids of several tables among n owners by the slot of each id. counts: the number of ids of each table;
+// owners: (slots,), the owner of each slot. Returns the ids, owner by owner, their positions in `ids`, ascending for
+// each owner, and the number of ids of each owner and table, (n, tables).
 std::tuple<Tensor, Tensor, Tensor> ids_split(Tensor ids, std::vector<int64_t> tables, Tensor owners, int64_t n) {
   ids = checked_ids(ids);
   owners = checked(owners, "owners", ScalarType::Long, 1);
@@ -202,10 +223,12 @@ std::tuple<Tensor, Tensor, Tensor> ids_split(Tensor ids, std::vector<int64_t> ta
     if (owner_of[i] < 0 || owner_of[i] >= n) throw InvalidArgument("owners must be from 0 to " + std::to_string(n - 1));
   }
   const auto width = static_cast<int64_t>(tables.size());
-  Tensor sorted = empty({all}, ScalarType::Long), places = empty({all}, ScalarType::Long), counts = empty({n, width}, ScalarType::Long);
+  Tensor sorted = empty({all}, ScalarType::Long), places = empty({all}, ScalarType::Long),
+         counts = empty({n, width}, ScalarType::Long);
   std::vector<uint16_t> owner(static_cast<size_t>(all));
   std::vector<int64_t> begins(static_cast<size_t>(n) + 1, 0);
-  int64_t *out = mutable_data<int64_t>(sorted), *place = mutable_data<int64_t>(places), *count = mutable_data<int64_t>(counts);
+  int64_t *out = mutable_data<int64_t>(sorted), *place = mutable_data<int64_t>(places),
+          *count = mutable_data<int64_t>(counts);
   std::fill(count, count + n * width, 0);
   for (int64_t t = 0, i = 0; t < width; ++t) {
     for (const int64_t end = i + tables[t]; i < end; ++i) {
@@ -223,8 +246,8 @@ std::tuple<Tensor, Tensor, Tensor> ids_split(Tensor ids, std::vector<int64_t> ta
   return {std::move(sorted), std::move(places), std::move(counts)};
 }
 
-// Returns the distinct ids of each table, in the order in which they first occur, the position of each id among those of
-// its table, and the number of distinct ids of each table. counts: the number of ids of each table.
+// Returns the distinct ids of each table, in the order in which they first occur, the position of each id among those
+// of its table, and the number of distinct ids of each table. counts: the number of ids of each table.
 std::tuple<Tensor, Tensor, Tensor> ids_distinct(Tensor ids, std::vector<int64_t> counts) {
   ids = checked_ids(ids);
   const int64_t all = ids.size(0);
@@ -244,7 +267,9 @@ std::tuple<Tensor, Tensor, Tensor> ids_distinct(Tensor ids, std::vector<int64_t>
     uint32_t n = 0;
     for (int64_t i = begins[t]; i < begins[t + 1]; ++i) {
       size_t bucket = mix(static_cast<uint64_t>(id[i])) >> (64 - bits);
-      while (buckets[bucket] != 0 && distinct[buckets[bucket] - 1] != id[i]) bucket = (bucket + 1) & (buckets.size() - 1);
+      while (buckets[bucket] != 0 && distinct[buckets[bucket] - 1] != id[i]) {
+        bucket = (bucket + 1) & (buckets.size() - 1);
+      }
       if (buckets[bucket] == 0) {
         distinct[n] = id[i];
         buckets[bucket] = ++n;
@@ -270,7 +295,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("ids_distinct(Tensor ids, int[] counts) -> (Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) { m.impl("rows_empty", RECSTORE_ALLOCATING_OP(rows_empty)); }
+STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
+  m.impl("rows_empty", RECSTORE_ALLOCATING_OP(rows_empty));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("rows_put", RECSTORE_OP(rows_put));

@@ -42,7 +42,9 @@ struct Pair {
 
  private:
   template <class R>
-  static RECSTORE_INLINE Pair<R> pair(R low, R high) { return {low, high}; }
+  static RECSTORE_INLINE Pair<R> pair(R low, R high) {
+    return {low, high};
+  }
 };
 
 template <class T, int n>
@@ -151,11 +153,13 @@ RECSTORE_INLINE V select(Mask mask, V a, V b) {
 }
 
 RECSTORE_INLINE Vec square_root(Vec v) {
-  return each<Vec>([](Register<float> x) {
-    Register<float> r;
-    for (int i = 0; i < kWidth; ++i) r[i] = __builtin_sqrtf(x[i]);
-    return r;
-  }, v);
+  return each<Vec>(
+      [](Register<float> x) {
+        Register<float> r;
+        for (int i = 0; i < kWidth; ++i) r[i] = __builtin_sqrtf(x[i]);
+        return r;
+      },
+      v);
 }
 
 // Adds to each lane the lane that follows `apart` lanes later.
@@ -173,4 +177,6 @@ RECSTORE_INLINE float reduce(Register<float> v) {
   return v[0] + v[1];
 }
 template <class H>
-RECSTORE_INLINE float reduce(Pair<H> v) { return reduce(v.low + v.high); }
+RECSTORE_INLINE float reduce(Pair<H> v) {
+  return reduce(v.low + v.high);
+}

@@ -6,15 +6,13 @@
 constexpr int kWideLanes = kWidth / 2;
 typedef uint64_t Wide __attribute__((vector_size(kWideLanes * sizeof(uint64_t)), may_alias));
 
-inline Wide product(Wide a, uint64_t b) {
-  return (Wide)RECSTORE_MULTIPLY(a, Wide{} + b);
-}
+inline Wide product(Wide a, uint64_t b) { return (Wide)RECSTORE_MULTIPLY(a, Wide{} + b); }
 
 // The low halves of the lanes.
 typedef uint32_t Words __attribute__((vector_size(kWideLanes * sizeof(uint32_t)), may_alias));
 
-// The words of blocks of philox_blocks() (philox.h): those of the first part are `blocks`, and each part has the next ones.
-// One part alone waits for each product, and more than two need more registers than there are without AVX-512.
+// The words of blocks of philox_blocks() (philox.h): those of the first part are `blocks`, and each part has the next
+// ones. One part alone waits for each product, and more than two need more registers than there are without AVX-512.
 template <int kParts>
 RECSTORE_INLINE void philox_parts(uint64_t key, uint64_t id, Wide blocks, Wide (&c)[4][kParts]) {
   for (int part = 0; part < kParts; ++part) {
@@ -58,19 +56,22 @@ inline void random_blocks(uint64_t key, uint64_t id, uint32_t block, uint32_t* o
 
 constexpr int64_t kShortRun = 4 * kWideLanes, kLongRun = 2 * kShortRun;
 
-// Writes low + width * u for kRun columns from `first` on, a multiple of kShortRun. u has 24 bits, which fit a float exactly, so
-// that the value is the same on every processor.
+// Writes low + width * u for kRun columns from `first` on, a multiple of kShortRun. u has 24 bits, which fit a float
+// exactly, so that the value is the same on every processor.
 template <int64_t kRun>
 inline void draw_uniform(uint64_t key, uint64_t id, int64_t first, float low, float width, float* out) {
   constexpr int kParts = kRun / kShortRun;
   // The next lane has a block of the second half, so that words of one block lie side by side after RECSTORE_UNPACK_LOW
   // and RECSTORE_UNPACK_HIGH, which interleave the 64-bit lanes within each 128 bits.
   Wide blocks{};
-  for (int lane = 0; lane < kWideLanes; ++lane) blocks[lane] = static_cast<uint64_t>(lane / 2 + lane % 2 * (kWideLanes / 2));
+  for (int lane = 0; lane < kWideLanes; ++lane) {
+    blocks[lane] = static_cast<uint64_t>(lane / 2 + lane % 2 * (kWideLanes / 2));
+  }
   Wide c[4][kParts];
   philox_parts(key, id, blocks + static_cast<uint64_t>(first / 4), c);
   for (int part = 0; part < kParts; ++part) {
-    const Wide words01 = (c[0][part] & 0xFFFFFFFFu) | c[1][part] << 32, words23 = (c[2][part] & 0xFFFFFFFFu) | c[3][part] << 32;
+    const Wide words01 = (c[0][part] & 0xFFFFFFFFu) | c[1][part] << 32,
+               words23 = (c[2][part] & 0xFFFFFFFFu) | c[3][part] << 32;
     const auto store = [&](Register<uint32_t> words, int half) {
       const auto fraction = __builtin_convertvector((Register<int32_t>)(words >> 8), Register<float>) * 0x1p-24f;
       store_lanes(out + (2 * part + half) * kWidth, low + width * fraction);
@@ -83,7 +84,7 @@ inline void draw_uniform(uint64_t key, uint64_t id, int64_t first, float low, fl
 // The compiler vectorises philox_blocks() for NEON, but multiplies lanes of 64 bits one at a time.
 template <int kBlocks>
 inline void random_blocks(uint64_t key, uint64_t id, uint32_t block, uint32_t* out) {
-  philox_blocks<kBlocks>(key, id, block, reinterpret_cast<uint32_t(*)[kBlocks]>(out));
+  philox_blocks<kBlocks>(key, id, block, reinterpret_cast<uint32_t (*)[kBlocks]>(out));
 }
 
 constexpr int64_t kShortRun = 16, kLongRun = 64;
@@ -106,7 +107,9 @@ constexpr int64_t kRandomRun = 64;  // columns for which a call of random_blocks
 inline void random_numbers(uint64_t key, int64_t id, int64_t column_begin, int64_t columns, uint32_t* out) {
   const int64_t column_end = column_begin + columns;
   for (int64_t first = column_begin / kRandomRun * kRandomRun; first < column_end; first += kRandomRun) {
-    const auto draw = [=](uint32_t* to) { random_blocks<16>(key, static_cast<uint64_t>(id), static_cast<uint32_t>(first / 4), to); };
+    const auto draw = [=](uint32_t* to) {
+      random_blocks<16>(key, static_cast<uint64_t>(id), static_cast<uint32_t>(first / 4), to);
+    };
     if (first >= column_begin && first + kRandomRun <= column_end) {
       draw(out + (first - column_begin));
       continue;
@@ -115,7 +118,8 @@ inline void random_numbers(uint64_t key, int64_t id, int64_t column_begin, int64
     draw(numbers);
     const int64_t begin = first > column_begin ? first : column_begin;
     const int64_t end = first + kRandomRun < column_end ? first + kRandomRun : column_end;
-    __builtin_memcpy(out + (begin - column_begin), numbers + (begin - first), static_cast<size_t>(end - begin) * sizeof(uint32_t));
+    __builtin_memcpy(out + (begin - column_begin), numbers + (begin - first),
+                     static_cast<size_t>(end - begin) * sizeof(uint32_t));
   }
 }
 
@@ -136,11 +140,13 @@ RECSTORE_INLINE Bits scrambled(Bits x) {
   return (x ^ x >> 15) * 0x735A2D97u;
 }
 
-// Draws 16 bits for each column of one row, by splitmix32. A number depends only on the key, the id and the global column.
+// Draws 16 bits for each column of one row, by splitmix32. A number depends only on the key, the id and the global
+// column.
 class RandomHalves {
  public:
   RECSTORE_INLINE RandomHalves(uint64_t key, int64_t id, int64_t column_begin)
-      : first_(static_cast<uint32_t>(mix(key ^ static_cast<uint64_t>(id))) + static_cast<uint32_t>(column_begin) * kTerm) {}
+      : first_(static_cast<uint32_t>(mix(key ^ static_cast<uint64_t>(id))) +
+               static_cast<uint32_t>(column_begin) * kTerm) {}
 
   // The numbers of the columns from d on.
   RECSTORE_INLINE Lanes<int32_t> at(int64_t d) const {

@@ -30,7 +30,8 @@ namespace fs = std::filesystem;
 // The flags of native_build.py that decide about bits. Two warnings find mistakes: a variable that hides another, and
 // arithmetic of doubles.
 constexpr const char* kFlags =
-    " -std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden -shared -fPIC -Werror=shadow "
+    " -std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden -shared -fPIC "
+    "-Werror=shadow "
     "-Werror=double-promotion";
 constexpr const char* kFrame =
 #include "row_loops/row_step.inl"
@@ -64,11 +65,16 @@ std::string quoted(const std::string& path) {
 // Words that are no names in the code: those of C++, and those of the frame.
 constexpr const char* kTaken =
     " alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t class compl const "
-    "const_cast constexpr continue decltype default delete do double dynamic_cast else enum explicit export extern false float "
-    "for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected "
-    "public register reinterpret_cast return short signed sizeof static static_assert static_cast struct switch template this "
-    "thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq "
-    "w g lr t columns row_sum abs cos exp floor log max min pow sin sqrt tanh X ELEMENTS ROW_STATES HYPERPARAMETERS ONCE ";
+    "const_cast constexpr continue decltype default delete do double dynamic_cast else enum explicit export extern "
+    "false float "
+    "for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private "
+    "protected "
+    "public register reinterpret_cast return short signed sizeof static static_assert static_cast struct switch "
+    "template this "
+    "thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor "
+    "xor_eq "
+    "w g lr t columns row_sum abs cos exp floor log max min pow sin sqrt tanh X ELEMENTS ROW_STATES HYPERPARAMETERS "
+    "ONCE ";
 
 bool starts_with(const std::string& text, const char* begin) { return text.rfind(begin, 0) == 0; }
 
@@ -83,7 +89,8 @@ void check_names(const RowCode& code) {
     const auto fits = [&](char c) { return is_letter(c) || (c >= '0' && c <= '9') || c == '_'; };
     const bool is_name = !name.empty() && is_letter(name[0]) && std::all_of(name.begin(), name.end(), fits);
     if (!is_name || starts_with(name, "recstore") || std::string(kTaken).find(" " + name + " ") != std::string::npos) {
-      throw InvalidArgument("RowOptimizer '" + code.name + "': '" + name + "' is no name in C++, or has a meaning in the code");
+      throw InvalidArgument("RowOptimizer '" + code.name + "': '" + name +
+                            "' is no name in C++, or has a meaning in the code");
     }
     if (std::count(names.begin(), names.end(), name) > 1) {
       throw InvalidArgument("RowOptimizer '" + code.name + "': the name '" + name + "' is there twice");
@@ -137,28 +144,33 @@ class FileLock {
 // Throws InvalidArgument if another user may change what is in a folder, or has made it: the libraries in it are code
 // that runs in this process. A folder of the path that all users may write has the sticky bit, as /tmp has.
 void check_folder(const fs::path& folder) {
-  struct stat of_root {};
+  struct stat of_root{};
   if (::stat("/", &of_root) != 0) throw InvalidArgument(std::string("/ cannot be read: ") + std::strerror(errno));
-  for (fs::path part = folder; ; part = part.parent_path()) {
-    struct stat status {};
+  for (fs::path part = folder;; part = part.parent_path()) {
+    struct stat status{};
     if (::lstat(part.c_str(), &status) != 0) {
       throw InvalidArgument(part.string() + " cannot be read: " + std::strerror(errno));
     }
-    const bool is_own = status.st_uid == ::geteuid() || (part != folder && (status.st_uid == 0 || status.st_uid == of_root.st_uid));
+    const bool is_own =
+        status.st_uid == ::geteuid() || (part != folder && (status.st_uid == 0 || status.st_uid == of_root.st_uid));
     const mode_t others = part == folder ? S_IWGRP | S_IWOTH : S_IWOTH;
     const bool is_open = (status.st_mode & others) != 0 && (part == folder || (status.st_mode & S_ISVTX) == 0);
     if (!S_ISDIR(status.st_mode) || !is_own || is_open) {
-      throw InvalidArgument(part.string() + " can be changed by another user, and libraries below it run in this process: set "
-                            "XDG_CACHE_HOME to a folder that only user " + std::to_string(::geteuid()) + " may write, or "
+      throw InvalidArgument(part.string() +
+                            " can be changed by another user, and libraries below it run in this process: set "
+                            "XDG_CACHE_HOME to a folder that only user " +
+                            std::to_string(::geteuid()) +
+                            " may write, or "
                             "RECSTORE_TRUST_CACHE=1 if you trust all who may write there");
     }
     if (part == part.parent_path()) return;
   }
 }
 
-// Returns whether the library exists, and no other user has written it, for example before the folder was closed to others.
+// Returns whether the library exists, and no other user has written it, for example before the folder was closed to
+// others.
 bool is_own_library(const fs::path& library) {
-  struct stat status {};
+  struct stat status{};
   if (::lstat(library.c_str(), &status) != 0) return false;
   return S_ISREG(status.st_mode) && status.st_uid == ::geteuid() && (status.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
@@ -170,7 +182,7 @@ fs::path library_folder(const fs::path& cache) {
   if (::mkdir(folder.c_str(), S_IRWXU) != 0 && errno != EEXIST) {
     throw InvalidArgument(folder.string() + " cannot be created: " + std::strerror(errno));
   }
-  struct stat status {};
+  struct stat status{};
   const bool is_own = ::lstat(folder.c_str(), &status) == 0 && S_ISDIR(status.st_mode) && status.st_uid == ::geteuid();
   if (is_own && (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) fs::permissions(folder, fs::perms::owner_all);
   // The folders of a container may be open to all, and have one user.
@@ -203,7 +215,8 @@ void compile(const std::string& name, const std::string& compiler, const std::st
   if (status == 0) return;
   const std::string who = "RowOptimizer '" + name + "' ";
   if (WIFEXITED(status) && WEXITSTATUS(status) == 127) {
-    throw InvalidArgument(who + "needs a C++ compiler: install g++, or set CXX: " + output.substr(0, output.find('\n')));
+    throw InvalidArgument(who +
+                          "needs a C++ compiler: install g++, or set CXX: " + output.substr(0, output.find('\n')));
   }
   size_t begin = output.find("error:");
   begin = begin == std::string::npos ? 0 : output.rfind('\n', begin) + 1;
@@ -214,14 +227,16 @@ void compile(const std::string& name, const std::string& compiler, const std::st
 
 std::string compile_row_code(const RowCode& code) try {
   if (code.step.empty()) {
-    throw InvalidArgument("RowOptimizer '" + code.name + "' has no step: files do not contain the code of an optimizer");
+    throw InvalidArgument("RowOptimizer '" + code.name +
+                          "' has no step: files do not contain the code of an optimizer");
   }
   check_names(code);
   std::string source = kFrame;
   replace(source, "@LISTS@", "once", lists(code));
   replace(source, "@ROW@", "row", code.row);
   replace(source, "@STEP@", "step", code.step);
-  const std::string isa = row_loops().name, cxx = variable("CXX"), cache = variable("XDG_CACHE_HOME"), home = variable("HOME");
+  const std::string isa = row_loops().name, cxx = variable("CXX"), cache = variable("XDG_CACHE_HOME"),
+                    home = variable("HOME");
   std::string compiler = (cxx.empty() ? "g++" : cxx) + kFlags;
   if (isa == "avx2") compiler += " -mavx2";
   if (isa == "avx512") compiler += kAvx512;
@@ -230,12 +245,15 @@ std::string compile_row_code(const RowCode& code) try {
 #else
   const std::string processor = " x86_64 ";
 #endif
-  if (cache.empty() && home.empty()) throw InvalidArgument("a RowOptimizer needs HOME or XDG_CACHE_HOME for its library");
+  if (cache.empty() && home.empty()) {
+    throw InvalidArgument("a RowOptimizer needs HOME or XDG_CACHE_HOME for its library");
+  }
   const fs::path folder = library_folder(cache.empty() ? fs::path(home) / ".cache" : fs::path(cache));
   const fs::path library = folder / (code.name + "-" + digest(compiler + processor + source) + ".so");
   if (is_own_library(library)) return library.string();
   const FileLock lock(folder / "lock");
-  if (!is_own_library(library)) compile(code.name, compiler, source, library);  // another process has not done so meanwhile
+  // Another process has not done so meanwhile.
+  if (!is_own_library(library)) compile(code.name, compiler, source, library);
   return library.string();
 } catch (const std::system_error& error) {
   throw InvalidArgument("RowOptimizer '" + code.name + "' cannot be compiled: " + error.what());

@@ -30,13 +30,15 @@ RECSTORE_INLINE Lanes<int32_t> widened(Codes codes) { return RECSTORE_CODES_TO_I
 #else
 using LoadedCodes = Lanes<uint8_t>;
 RECSTORE_INLINE Lanes<int32_t> widened(LoadedCodes codes) {
-  return each<Lanes<int32_t>>([](Register<uint8_t> c) {
+  return each<Lanes<int32_t>>(
+      [](Register<uint8_t> c) {
 #ifdef RECSTORE_BYTES_TO_INTS
-    return (Register<int32_t>)RECSTORE_BYTES_TO_INTS(c);
+        return (Register<int32_t>)RECSTORE_BYTES_TO_INTS(c);
 #else
-    return __builtin_convertvector(c, Register<int32_t>);
+        return __builtin_convertvector(c, Register<int32_t>);
 #endif
-  }, codes);
+      },
+      codes);
 }
 #endif
 // Returns the codes of numbers from 0 to 256 * kUnit. All numbers above 255 have the code 255.
@@ -84,7 +86,10 @@ struct Int8Row {
   class Reader {
    public:
     template <class Columns>
-    RECSTORE_INLINE Reader(const float* row, Columns columns) : codes_(reinterpret_cast<const uint8_t*>(row)), scale_(splat(grid(row, columns)[0])), bias_(splat(grid(row, columns)[1])) {}
+    RECSTORE_INLINE Reader(const float* row, Columns columns)
+        : codes_(reinterpret_cast<const uint8_t*>(row)),
+          scale_(splat(grid(row, columns)[0])),
+          bias_(splat(grid(row, columns)[1])) {}
     template <int n>
     RECSTORE_INLINE Lanes<float, n> load(int64_t column) const {
       if constexpr (n > kLanes) {
@@ -94,7 +99,9 @@ struct Int8Row {
       }
     }
     RECSTORE_INLINE Vec load(int64_t column, int64_t n) const {
-      const auto weights = [this](Register<int32_t> c) { return __builtin_convertvector(c, Register<float>) * scale_ + bias_; };
+      const auto weights = [this](Register<int32_t> c) {
+        return __builtin_convertvector(c, Register<float>) * scale_ + bias_;
+      };
       return each<Vec>(weights, widened(load_lanes<LoadedCodes>(codes_ + column, n)));
     }
 
@@ -104,13 +111,16 @@ struct Int8Row {
   };
 
   template <class Columns>
-  static RECSTORE_INLINE int64_t floats(Columns columns) { return (columns + 3) / 4 + kGridFloats; }
+  static RECSTORE_INLINE int64_t floats(Columns columns) {
+    return (columns + 3) / 4 + kGridFloats;
+  }
 
   // Stores a row, rounded to nearest. Its weights are all NaN if one of them is not finite or is larger than 2**126. A
   // row is constant if its range is below 2**-100.
   template <class Columns>
   static inline void write(Columns columns, const float* values, float* row) {
-    write_codes(columns, values, row, [](int64_t) { return each<Lanes<int32_t>>([] { return Register<int32_t>{} + Grid::kUnit / 2; }); });
+    write_codes(columns, values, row,
+                [](int64_t) { return each<Lanes<int32_t>>([] { return Register<int32_t>{} + Grid::kUnit / 2; }); });
   }
   // Stores a row, rounded with the random numbers of its columns.
   template <class Columns>
@@ -120,9 +130,12 @@ struct Int8Row {
 
  private:
   template <class Columns>
-  static RECSTORE_INLINE const float* grid(const float* row, Columns columns) { return row + floats(columns) - kGridFloats; }
+  static RECSTORE_INLINE const float* grid(const float* row, Columns columns) {
+    return row + floats(columns) - kGridFloats;
+  }
 
-  template <class Columns, class Numbers>  // numbers(d) returns the numbers below kUnit that are added before truncation
+  // Numbers(d) returns the numbers below kUnit that are added before truncation.
+  template <class Columns, class Numbers>
   static RECSTORE_INLINE void write_codes(Columns columns, const float* values, float* row, const Numbers& numbers) {
     const auto least_of = [](auto a, auto b) { return a < b ? a : b; };
     const auto greatest_of = [](auto a, auto b) { return a > b ? a : b; };
@@ -132,7 +145,9 @@ struct Int8Row {
       const Vec v = load_filled(values + d, n);
       least = each<Vec>(least_of, v, least);
       greatest = each<Vec>(greatest_of, v, greatest);
-      size = each<Lanes<int32_t>>([&](Register<float> x, Register<int32_t> s) { return greatest_of((Register<int32_t>)x & 0x7FFFFFFF, s); }, v, size);
+      size = each<Lanes<int32_t>>(
+          [&](Register<float> x, Register<int32_t> s) { return greatest_of((Register<int32_t>)x & 0x7FFFFFFF, s); }, v,
+          size);
     });
     auto* codes = reinterpret_cast<uint8_t*>(row);
     float* end = const_cast<float*>(grid(row, columns));
@@ -145,7 +160,9 @@ struct Int8Row {
     const Grid grid = Grid::of(combined(least, least_of), combined(greatest, greatest_of));
     const auto bias = splat(grid.bias), inverse = splat(grid.inverse);
     for_each_run(columns, [&](int64_t d, auto n) {
-      const auto number = [&](Register<float> x, Register<int32_t> r) { return __builtin_convertvector((x - bias) * inverse, Register<int32_t>) + r; };
+      const auto number = [&](Register<float> x, Register<int32_t> r) {
+        return __builtin_convertvector((x - bias) * inverse, Register<int32_t>) + r;
+      };
       store_lanes(codes + d, codes_of(each<Lanes<int32_t>>(number, load_filled(values + d, n), numbers(d))), n);
     });
     end[0] = grid.scale;

@@ -5,16 +5,17 @@
 #include <type_traits>
 #include <utility>
 
+#include "index/index_lines.h"
 #include "lookup/batch.h"
 #include "rows/config.h"
-#include "index/index_lines.h"
 
 namespace recstore {
 
 // The bookkeeping of a row. It may be at an odd multiple of two bytes.
 struct __attribute__((packed, aligned(2))) RowMeta {
   uint32_t last_step;  // the last step that looked up the row
-  uint32_t frequency;  // number of steps that looked up the row; or see Eviction: number of occurrences, or encoded score
+  // Number of steps that looked up the row; or see Eviction: number of occurrences, or encoded score.
+  uint32_t frequency;
 };
 
 // The row-wise data of a row, which is stored apart from its weights and element-wise states. State: float, or uint16_t
@@ -41,10 +42,11 @@ inline void count_step(RowMeta& meta, uint32_t step, uint32_t half_life) {
 
 // The rows of one table, as the inner loops access them.
 struct RowsView {
-  float* data;      // each row: weights of the type, weight_floats() floats, then element-wise optimizer states of the state type
-  int64_t stride;   // floats between rows
+  // Each row: weights of the type, weight_floats() floats, then element-wise optimizer states of the state type.
+  float* data;
+  int64_t stride;  // floats between rows
   int64_t columns;
-  char* asides;     // one RowAside of the state type for each slot
+  char* asides;  // one RowAside of the state type for each slot
   RowType type = RowType::kFloat32;
   StateType state_type = StateType::kFloat32;
 
@@ -52,8 +54,8 @@ struct RowsView {
   int64_t weight_floats() const { return recstore::weight_floats(type, columns); }
 };
 
-// Rounds narrow weights and float16 states up or down at random, so that the expected value is exact. The random bits of a
-// weight or a state depend only on the key, the raw id and the global column.
+// Rounds narrow weights and float16 states up or down at random, so that the expected value is exact. The random bits
+// of a weight or a state depend only on the key, the raw id and the global column.
 struct StochasticRounding {
   bool of_weights = false;  // false: weights are rounded to nearest
   uint64_t key = 0;         // made of the table's key and the number of the update
@@ -69,10 +71,10 @@ struct PoolArgs {
   int64_t first;          // position of the first id of the run
   const float* weights;   // per-sample weights by position, or null
   int64_t bags;
-  float* out;             // output of the first bag
-  int64_t out_stride;     // floats between bags
+  float* out;          // output of the first bag
+  int64_t out_stride;  // floats between bags
   bool mean;
-  bool stream;            // write past the caches, because the output is larger than they are
+  bool stream;  // write past the caches, because the output is larger than they are
 };
 
 // Links the positions of a batch that have the same slot. The link of a position is the next position plus one, or 0
@@ -102,33 +104,35 @@ struct UpdateArgs {
   const float* grad;              // (batch.bags, grad_stride)
   int64_t grad_stride;
   bool mean;
-  int64_t bag_begin;              // the run has the bags with the numbers [bag_begin, bag_end)
+  int64_t bag_begin;  // the run has the bags with the numbers [bag_begin, bag_end)
   int64_t bag_end;
-  float* scratch;                 // (columns rounded up to 16,): sum of gradients
-  float* weights;                 // (kStoredTogether, columns rounded up to 16): rows of narrow weights, widened
-  uint32_t* random;               // (columns rounded up to 16,): random words for stochastic rounding
+  float* scratch;    // (columns rounded up to 16,): sum of gradients
+  float* weights;    // (kStoredTogether, columns rounded up to 16): rows of narrow weights, widened
+  uint32_t* random;  // (columns rounded up to 16,): random words for stochastic rounding
   StochasticRounding rounding;
   OptimizerKind optimizer;
-  const UserStep* user;           // the user-defined optimizer; null: the kind
-  float* states;                  // (element states of the user-defined optimizer, columns): float16 states, widened
+  const UserStep* user;  // the user-defined optimizer; null: the kind
+  float* states;         // (element states of the user-defined optimizer, columns): float16 states, widened
   StepScalars scalars;
-  uint32_t step;                  // the step that looked up the rows; 0: do not record a step
-  uint32_t half_life;             // half-life of the frequencies
-  std::atomic<int64_t>* nonfinite;  // the number of rows that were not updated, because their gradient is not finite; or
-                                    // nullptr: all rows are updated
-  LaterIds* later;                // takes the ids that should be tasks of their own, or null: all are updated
-  LaterIds* longest;              // takes those of them whose gradients several threads should sum
-  int64_t only;                   // the first position of the only id of the run that is updated, or -1: all
-  const float* sum;               // the sum of its gradients (columns rounded up to 16,), or null
+  uint32_t step;       // the step that looked up the rows; 0: do not record a step
+  uint32_t half_life;  // half-life of the frequencies
+  // The number of rows that were not updated, because their gradient is not finite; nullptr: all rows are updated.
+  std::atomic<int64_t>* nonfinite;
+  LaterIds* later;    // takes the ids that should be tasks of their own, or null: all are updated
+  LaterIds* longest;  // takes those of them whose gradients several threads should sum
+  int64_t only;       // the first position of the only id of the run that is updated, or -1: all
+  const float* sum;   // the sum of its gradients (columns rounded up to 16,), or null
 };
 
-// The search of the index and the loops over rows, which are compiled once for each instruction set. All versions give the same bits: they use
-// sixteen lanes independently of the width of the registers, the same order of additions, and no fused multiply-add.
-// A library that defines RECSTORE_READS_ONLY has the functions find, widen and narrow alone; the others are null.
+// The search of the index and the loops over rows, which are compiled once for each instruction set. All versions give
+// the same bits: they use sixteen lanes independently of the width of the registers, the same order of additions, and
+// no fused multiply-add. A library that defines RECSTORE_READS_ONLY has the functions find, widen and narrow alone; the
+// others are null.
 struct RowLoops {
   const char* name;
   int64_t (*find)(const IndexView& index, const int64_t* ids, int64_t n, Slot* slots);  // see Index::find()
-  void (*fill_uniform)(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row);
+  void (*fill_uniform)(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high,
+                       float* row);
   void (*pool)(const PoolArgs& args);
   void (*update)(const UpdateArgs& args);
   // Sums the columns [begin, end) of the gradients of the id args.only; begin is a multiple of 16. out: by column.

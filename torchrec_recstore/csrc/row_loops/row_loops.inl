@@ -1,10 +1,10 @@
 // The loops over rows. Each row_loops_*.cpp includes this file for one instruction set, and defines the namespace
-// RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME, the number RECSTORE_WIDTH of 32-bit lanes of a register, the number
-// RECSTORE_BLOCK of columns that are pooled together, and the macros RECSTORE_STREAM(dst, register) and
+// RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME, the number RECSTORE_WIDTH of 32-bit lanes of a register, the
+// number RECSTORE_BLOCK of columns that are pooled together, and the macros RECSTORE_STREAM(dst, register) and
 // RECSTORE_MATCH(line, id).
 //
-// A library that only searches the index and reads rows defines RECSTORE_READS_ONLY: the loops that pool and update rows take
-// the compiler most of its time.
+// A library that only searches the index and reads rows defines RECSTORE_READS_ONLY: the loops that pool and update
+// rows take the compiler most of its time.
 
 namespace recstore {
 namespace RECSTORE_ISA_NAMESPACE {
@@ -12,7 +12,7 @@ namespace {
 
 #include "row_loops/lanes.inl"
 
-constexpr int64_t kPrefetchIds = 16;    // rows that are prefetched ahead, at least
+constexpr int64_t kPrefetchIds = 16;     // rows that are prefetched ahead, at least
 constexpr int64_t kPrefetchLines = 128;  // cache lines of them, at least
 
 inline void prefetch_row(const float* row, int64_t floats) {
@@ -24,7 +24,8 @@ inline void prefetch_row(const float* row, int64_t floats) {
 
 #ifndef RECSTORE_READS_ONLY
 
-void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row) {
+void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high,
+                  float* row) {
   const auto draw = [&](auto run, int64_t first, float* out) {
     draw_uniform<decltype(run)::value>(key, static_cast<uint64_t>(id), first, low, high - low, out);
   };
@@ -38,13 +39,15 @@ void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column
     draw(std::integral_constant<int64_t, kShortRun>(), first, values);
     const int64_t begin = first > column_begin ? first : column_begin;
     const int64_t end = first + kShortRun < column_end ? first + kShortRun : column_end;
-    __builtin_memcpy(row + (begin - column_begin), values + (begin - first), static_cast<size_t>(end - begin) * sizeof(float));
+    __builtin_memcpy(row + (begin - column_begin), values + (begin - first),
+                     static_cast<size_t>(end - begin) * sizeof(float));
     first += kShortRun;
   }
 }
 
-// The rows of a run that are prefetched while others are pooled: each position prefetches the row `ahead` positions later,
-// below `last`. One row for each row that is pooled keeps the loads evenly apart, which is faster than a loop before a bag.
+// The rows of a run that are prefetched while others are pooled: each position prefetches the row `ahead` positions
+// later, below `last`. One row for each row that is pooled keeps the loads evenly apart, which is faster than a loop
+// before a bag.
 struct Later {
   int64_t ahead;
   int64_t last;
@@ -64,13 +67,15 @@ inline __attribute__((always_inline)) void prefetch_weights(const PoolArgs& a, C
 }
 // Always inlined: GCC 12 takes a function that only prefetches for one without effect, and drops calls of it.
 template <class Row, class Columns>
-inline __attribute__((always_inline)) void prefetch_later(const PoolArgs& a, Columns columns, int64_t position, Later later) {
+inline __attribute__((always_inline)) void prefetch_later(const PoolArgs& a, Columns columns, int64_t position,
+                                                          Later later) {
   if (position + later.ahead < later.last) prefetch_weights<Row>(a, columns, position + later.ahead);
 }
 
 // Pools the last n columns of one bag, which are fewer than kLanes.
 template <class Row, class Columns>
-inline void pool_rest(const PoolArgs& a, Columns columns, int64_t begin, int64_t end, int64_t column, int64_t n, Later later, float* out) {
+inline void pool_rest(const PoolArgs& a, Columns columns, int64_t begin, int64_t end, int64_t column, int64_t n,
+                      Later later, float* out) {
   Vec sum{};
   for (int64_t p = begin; p < end; ++p) {
     if (column == 0) prefetch_later<Row>(a, columns, p, later);
@@ -88,12 +93,15 @@ constexpr int kBlock = RECSTORE_BLOCK;
 
 // Pools n columns of one bag.
 template <class Row, int n, bool Stream, class Columns>
-inline void pool_block(const PoolArgs& a, Columns columns, int64_t begin, int64_t end, int64_t column, Later later, float* out) {
+inline void pool_block(const PoolArgs& a, Columns columns, int64_t begin, int64_t end, int64_t column, Later later,
+                       float* out) {
   using Block = Lanes<float, n>;
   const Slot* slots = a.slots;
   const float *data = a.rows.data, *weights = a.weights;
   const int64_t stride = a.rows.stride;
-  const auto load_block = [=](Slot slot) { return typename Row::Reader(data + slot * stride, columns).template load<n>(column); };
+  const auto load_block = [=](Slot slot) {
+    return typename Row::Reader(data + slot * stride, columns).template load<n>(column);
+  };
   Block sum{};
   if (weights == nullptr) {
     for (int64_t p = begin; p < end; ++p) {
@@ -149,7 +157,9 @@ void with_columns(int64_t columns, const Work& work) {
 void pool(const PoolArgs& a) {
   with_row_type(a.rows.type, [&](auto type) {
     using Row = decltype(type);
-    with_columns(a.rows.columns, [&](auto columns) { a.stream ? pool_bags<Row, true>(a, columns) : pool_bags<Row, false>(a, columns); });
+    with_columns(a.rows.columns, [&](auto columns) {
+      a.stream ? pool_bags<Row, true>(a, columns) : pool_bags<Row, false>(a, columns);
+    });
   });
 }
 
@@ -170,7 +180,8 @@ inline float scale_of(const UpdateArgs& a, int64_t bag, int64_t position) {
 constexpr int kPrefetchLinks = 12;  // linked gradients that are prefetched ahead; they lie far apart
 
 // Prefetches n columns of the gradients of the next `links` linked positions. Returns the link after them.
-inline __attribute__((always_inline)) Link prefetch_linked(const UpdateArgs& a, Link link, int64_t links, int64_t column, int64_t n) {
+inline __attribute__((always_inline)) Link prefetch_linked(const UpdateArgs& a, Link link, int64_t links,
+                                                           int64_t column, int64_t n) {
   for (; links > 0 && link != 0; --links) {
     prefetch_row(grad_of(a, a.bag_of[link - 1]) + column, n);
     link = a.links[link - 1] & ~kNotFirst;
@@ -181,8 +192,9 @@ inline __attribute__((always_inline)) Link prefetch_linked(const UpdateArgs& a, 
 // Sums the columns [begin, end) of the scaled gradients of a position and of all positions that it links to, in their
 // order. `ahead` is the link after those that are prefetched.
 template <class Columns>
-inline __attribute__((always_inline)) void add_gradients(const UpdateArgs& a, const float* grad, float scale, int64_t position, Link ahead,
-                                                         int64_t begin, Columns columns, float* out) {
+inline __attribute__((always_inline)) void add_gradients(const UpdateArgs& a, const float* grad, float scale,
+                                                         int64_t position, Link ahead, int64_t begin, Columns columns,
+                                                         float* out) {
   const Vec first = broadcast(scale);
   for_each_run(columns, [&](int64_t d, auto n) { store(out + d, load(grad + begin + d, n) * first); });
   for (Link next = a.links[position]; next != 0;) {
@@ -198,7 +210,8 @@ inline __attribute__((always_inline)) void add_gradients(const UpdateArgs& a, co
 
 // Returns the sum of the gradients of an id, which is in a.scratch, or null if the id is updated later.
 template <class Columns>
-__attribute__((noinline)) const float* sum_gradients(const UpdateArgs& a, Columns columns, const float* grad, float scale, int64_t position) {
+__attribute__((noinline)) const float* sum_gradients(const UpdateArgs& a, Columns columns, const float* grad,
+                                                     float scale, int64_t position) {
   if (a.sum != nullptr) return a.sum;
   const Link ahead = prefetch_linked(a, a.links[position], kPrefetchLinks, 0, columns);
   if (ahead != 0 && a.later != nullptr) {
@@ -242,7 +255,8 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
   const auto offset = [=](int64_t bag) { return offsets == nullptr ? bag : offsets[bag]; };
   const int64_t last = offset(a.bag_end);
   const int64_t weight_floats = floats_of<Row>(a, columns);
-  const int64_t stride = Step::kElementStates < 0 ? a.rows.stride : weight_floats + State::floats(Step::kElementStates * columns);
+  const int64_t stride =
+      Step::kElementStates < 0 ? a.rows.stride : weight_floats + State::floats(Step::kElementStates * columns);
   const Slot* slots = a.slots;
   const Link* links = a.links;
   float* data = a.rows.data;
@@ -296,8 +310,8 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
 
 // The optimizers that most tables have. Their loops are compiled for each row type, and for the usual dims.
 template <class Step>
-constexpr bool kIsUsual = std::is_same_v<Step, SgdStep> || std::is_same_v<Step, AdagradStep> || std::is_same_v<Step, RowWiseAdagradStep> ||
-                          std::is_same_v<Step, AdamStep>;
+constexpr bool kIsUsual = std::is_same_v<Step, SgdStep> || std::is_same_v<Step, AdagradStep> ||
+                          std::is_same_v<Step, RowWiseAdagradStep> || std::is_same_v<Step, AdamStep>;
 
 // Calls work(columns) with a compile-time constant for the dims of large rows.
 template <class Work>
@@ -366,9 +380,11 @@ float dot(RowType type, const float* row, const float* y, int64_t n) {
 
 extern const RowLoops kLoops;
 #ifdef RECSTORE_READS_ONLY
-const RowLoops kLoops = {RECSTORE_ISA_NAME, find, nullptr, nullptr, nullptr, nullptr, nullptr, widen, narrow, nullptr, nullptr};
+const RowLoops kLoops = {RECSTORE_ISA_NAME, find,  nullptr, nullptr, nullptr, nullptr,
+                         nullptr,           widen, narrow,  nullptr, nullptr};
 #else
-const RowLoops kLoops = {RECSTORE_ISA_NAME, find, fill_uniform, pool, update, sum_columns, dot, widen, narrow, read_state, write_state};
+const RowLoops kLoops = {RECSTORE_ISA_NAME, find,       fill_uniform, pool, update, sum_columns, dot, widen, narrow,
+                         read_state,        write_state};
 #endif
 
 }  // namespace RECSTORE_ISA_NAMESPACE

@@ -23,9 +23,10 @@
 #define RECSTORE_HALF_TO_FLOAT(half) _mm256_cvtph_ps((__m128i)(half))
 #define RECSTORE_FLOAT_TO_HALF(value) _mm256_cvtps_ph((value), _MM_FROUND_TO_NEAREST_INT)
 #define RECSTORE_MATCH4(ids, id) \
-  static_cast<unsigned>(_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_load_si256(ids), _mm256_set1_epi64x(id)))))
-#define RECSTORE_MATCH(line, id)                                         \
-  (RECSTORE_MATCH4(reinterpret_cast<const __m256i*>(&(line)), id) |      \
+  static_cast<unsigned>(         \
+      _mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_load_si256(ids), _mm256_set1_epi64x(id)))))
+#define RECSTORE_MATCH(line, id)                                    \
+  (RECSTORE_MATCH4(reinterpret_cast<const __m256i*>(&(line)), id) | \
    RECSTORE_MATCH4(reinterpret_cast<const __m256i*>(&(line)) + 1, id) << 4)
 
 #define RECSTORE_MULTIPLY(a, b) _mm256_mul_epu32((__m256i)(a), (__m256i)(b))

@@ -9,7 +9,7 @@
 #define RECSTORE_UNPACK_HIGH(a, b) _mm_unpackhi_epi64((__m128i)(a), (__m128i)(b))
 #define RECSTORE_BYTES_TO_INTS(bytes) \
   _mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128((int)(bytes)), _mm_setzero_si128()), _mm_setzero_si128())
-#define RECSTORE_INTS_TO_BYTES(ints)                                                       \
+#define RECSTORE_INTS_TO_BYTES(ints)                                                   \
   _mm_packus_epi16(_mm_packs_epi32((__m128i)(ints).low.low, (__m128i)(ints).low.high), \
                    _mm_packs_epi32((__m128i)(ints).high.low, (__m128i)(ints).high.high))
 #endif
@@ -19,7 +19,7 @@
 #define RECSTORE_WIDTH 4
 #define RECSTORE_BLOCK 32
 #define RECSTORE_STREAM(dst, value) store_lanes(dst, value)
-#define RECSTORE_MATCH(line, id)                                                                      \
+#define RECSTORE_MATCH(line, id)                                                                                   \
   (unsigned{(line).ids[0] == (id)} | unsigned{(line).ids[1] == (id)} << 1 | unsigned{(line).ids[2] == (id)} << 2 | \
    unsigned{(line).ids[3] == (id)} << 3 | unsigned{(line).ids[4] == (id)} << 4)
 

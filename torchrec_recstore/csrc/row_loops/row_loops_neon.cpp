@@ -1,5 +1,5 @@
-// Every aarch64 processor has NEON, and GCC uses it in the baseline too. GCC 12 converts between 8, 16 and 32 bits one lane
-// at a time there, however, and compares the ids of a line one by one.
+// Every aarch64 processor has NEON, and GCC uses it in the baseline too. GCC 12 converts between 8, 16 and 32 bits one
+// lane at a time there, however, and compares the ids of a line one by one.
 #if defined(__aarch64__)
 
 #include <arm_neon.h>
@@ -45,8 +45,8 @@ inline uint16x4_t to_bfloat16(float32x4_t v, uint32x4_t addend) {
             {(Register<int32_t>)vmovl_u16(vget_low_u16(high)), (Register<int32_t>)vmovl_high_u16(high)}}; \
   }(vmovl_u8(vget_low_u8((uint8x16_t)(codes))), vmovl_high_u8((uint8x16_t)(codes)))
 #define RECSTORE_INTS_TO_HALVES(low, high) vcombine_u16(vmovn_u32((uint32x4_t)(low)), vmovn_u32((uint32x4_t)(high)))
-#define RECSTORE_INTS_TO_BYTES(ints)                                                     \
-  vcombine_u8(vqmovn_u16(RECSTORE_INTS_TO_HALVES((ints).low.low, (ints).low.high)),      \
+#define RECSTORE_INTS_TO_BYTES(ints)                                                \
+  vcombine_u8(vqmovn_u16(RECSTORE_INTS_TO_HALVES((ints).low.low, (ints).low.high)), \
               vqmovn_u16(RECSTORE_INTS_TO_HALVES((ints).high.low, (ints).high.high)))
 
 #include "row_loops/row_loops.inl"

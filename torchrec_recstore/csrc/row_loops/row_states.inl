@@ -1,8 +1,8 @@
 // The optimizer state of a row, as row_steps.inl reads and writes it; row_loops.inl includes this file. A state has the
 // type of StateType (config.h).
 //
-// element(i, columns) and square(i, columns) are the element-wise state with the number i: load(d, n) returns its columns
-// from d on, and store(d, v, n) writes them. row() is the row-wise state, which is a square.
+// element(i, columns) and square(i, columns) are the element-wise state with the number i: load(d, n) returns its
+// columns from d on, and store(d, v, n) writes them. row() is the row-wise state, which is a square.
 
 struct Float32State {
   using Aside = RowAside<float>;
@@ -17,16 +17,23 @@ struct Float32State {
   // Two pointers, so that it is passed in registers.
   class Of {
    public:
-    RECSTORE_INLINE Of(const UpdateArgs&, int64_t, float* numbers, Aside& aside) : numbers_(numbers), row_(&aside.state) {}
+    RECSTORE_INLINE Of(const UpdateArgs&, int64_t, float* numbers, Aside& aside)
+        : numbers_(numbers), row_(&aside.state) {}
     template <class Columns>
-    RECSTORE_INLINE Element element(int64_t i, Columns columns) const { return {numbers_ + i * columns}; }
+    RECSTORE_INLINE Element element(int64_t i, Columns columns) const {
+      return {numbers_ + i * columns};
+    }
     template <class Columns>
-    RECSTORE_INLINE Element square(int64_t i, Columns columns) const { return element(i, columns); }
+    RECSTORE_INLINE Element square(int64_t i, Columns columns) const {
+      return element(i, columns);
+    }
     RECSTORE_INLINE float row() const { return *row_; }
     RECSTORE_INLINE void set_row(float m) const { *row_ = m; }
     // All element-wise states as float32, (states, columns), for a user-defined optimizer; narrow() stores them.
     template <class Columns>
-    RECSTORE_INLINE float* widened(const UpdateArgs&, Columns) const { return numbers_; }
+    RECSTORE_INLINE float* widened(const UpdateArgs&, Columns) const {
+      return numbers_;
+    }
     template <class Columns>
     RECSTORE_INLINE void narrow(const UpdateArgs&, Columns, const float*) const {}
 
@@ -46,7 +53,7 @@ RECSTORE_INLINE Halves float_to_state(Floats v, Bits random) {
   const Bits least = bits(113u << 23);
   const Floats units = floats(f < least ? f : least) * 0x1p24f;
   const Floats below_one = __builtin_convertvector((Register<int32_t>)(random >> 8), Floats) * 0x1p-24f;
-  const Bits subnormal = (Bits)__builtin_convertvector(units + below_one, Register<int32_t>);
+  const Bits subnormal = (Bits) __builtin_convertvector(units + below_one, Register<int32_t>);
   const Bits value = f < least ? subnormal : normal;
   const Bits finite = value < bits(0x7BFFu) ? value : bits(0x7BFFu);
   const Bits special = f > bits(255u << 23) ? bits(0x7E00u) : bits(0x7C00u);
@@ -74,7 +81,8 @@ struct Float16State {
       if (is_square) v = square_root(v);
       const uint32_t first = first_ + static_cast<uint32_t>(d) * kTerm;
       // GCC calls it for each register otherwise.
-      const auto rounded = [=](Floats x, Bits term) __attribute__((always_inline)) { return float_to_state(x, scrambled(term + first)); };
+      const auto rounded = [=](Floats x, Bits term)
+                               __attribute__((always_inline)) { return float_to_state(x, scrambled(term + first)); };
       store_lanes(numbers_ + d, each<Lanes<uint16_t>>(rounded, v, load_lanes<Lanes<uint32_t>>(kTerms.lanes)), n);
     }
 
@@ -88,9 +96,13 @@ struct Float16State {
     RECSTORE_INLINE Of(const UpdateArgs& a, int64_t position, float* numbers, Aside& aside)
         : numbers_(reinterpret_cast<uint16_t*>(numbers)), row_(&aside.state), first_(first_of(a, position)) {}
     template <class Columns>
-    RECSTORE_INLINE Element<false> element(int64_t i, Columns columns) const { return {numbers_ + i * columns, first(i)}; }
+    RECSTORE_INLINE Element<false> element(int64_t i, Columns columns) const {
+      return {numbers_ + i * columns, first(i)};
+    }
     template <class Columns>
-    RECSTORE_INLINE Element<true> square(int64_t i, Columns columns) const { return {numbers_ + i * columns, first(i)}; }
+    RECSTORE_INLINE Element<true> square(int64_t i, Columns columns) const {
+      return {numbers_ + i * columns, first(i)};
+    }
     RECSTORE_INLINE float row() const {
       const float x = half_to_float(Halves{} + *row_)[0];
       return x * x;
@@ -118,7 +130,8 @@ struct Float16State {
     RECSTORE_INLINE void for_each_state(const UpdateArgs& a, Columns columns, const Work& work) const {
       for (int64_t i = 0; i < a.user->element_states; ++i) {
         float* numbers = a.states + i * columns;
-        a.user->states[static_cast<size_t>(i)].is_square ? work(square(i, columns), numbers) : work(element(i, columns), numbers);
+        a.user->states[static_cast<size_t>(i)].is_square ? work(square(i, columns), numbers)
+                                                         : work(element(i, columns), numbers);
       }
     }
     // A row has fewer than 2**24 columns, so that the states of a row use different terms of the sequence.

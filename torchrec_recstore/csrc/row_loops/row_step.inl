@@ -1,5 +1,5 @@
-// The source of the library of a user-defined optimizer, as a string: row_compiler.cpp replaces the words between @ signs
-// and compiles it, and optimizer.cpp loads the library. @LISTS@ becomes the definitions of ELEMENTS, ROW_STATES,
+// The source of the library of a user-defined optimizer, as a string: row_compiler.cpp replaces the words between @
+// signs and compiles it, and optimizer.cpp loads the library. @LISTS@ becomes the definitions of ELEMENTS, ROW_STATES,
 // HYPERPARAMETERS and ONCE, each a list X(name, ...) X(name, ...). Names that begin with recstore are never the user's.
 
 R"code(
@@ -69,13 +69,14 @@ inline __attribute__((always_inline)) float recstore_sum(int64_t columns, const 
 
 }  // namespace
 
-// The version; the numbers of hyperparameters, of numbers in an update, of element-wise states and of row-wise states; and
-// whether each state is a square.
+// The version; the numbers of hyperparameters, of numbers in an update, of element-wise states and of row-wise states;
+// and whether each state is a square.
 RECSTORE_EXPORT const int64_t recstore_shape[] = {
     1, 0 HYPERPARAMETERS(RECSTORE_COUNT), 1 HYPERPARAMETERS(RECSTORE_COUNT) ONCE(RECSTORE_COUNT), recstore_states,
     0 ROW_STATES(RECSTORE_COUNT) ELEMENTS(RECSTORE_SQUARE) ROW_STATES(RECSTORE_SQUARE)};
 
-RECSTORE_EXPORT void recstore_once(const double* recstore_hyperparameters, double lr, double t, float* recstore_numbers) {
+RECSTORE_EXPORT void recstore_once(const double* recstore_hyperparameters, double lr, double t,
+                                   float* recstore_numbers) {
   HYPERPARAMETERS(RECSTORE_DOUBLE)
   ONCE(RECSTORE_FORMULA)
   RECSTORE_NARROW(lr) HYPERPARAMETERS(RECSTORE_NARROW) ONCE(RECSTORE_NARROW)

@@ -19,7 +19,9 @@ inline float sum_of_squares(Columns columns, const float* x) {
   return reduce(squares);
 }
 template <class Columns>
-inline float norm(Columns columns, const float* x) { return __builtin_sqrtf(sum_of_squares(columns, x)); }
+inline float norm(Columns columns, const float* x) {
+  return __builtin_sqrtf(sum_of_squares(columns, x));
+}
 
 // Whether all numbers are finite: x - x is 0 if x is, and else NaN.
 template <class Columns>
@@ -158,7 +160,8 @@ struct AdamStep {
 template <class State, class Columns>
 inline float row_wise_divisor(const UpdateArgs& a, Columns columns, const float* g, const State& state) {
   const StepScalars& s = a.scalars;
-  const float v = s.beta2 * state.row() + s.one_minus_beta2 * (sum_of_squares(columns, g) / static_cast<float>(columns));
+  const float v =
+      s.beta2 * state.row() + s.one_minus_beta2 * (sum_of_squares(columns, g) / static_cast<float>(columns));
   state.set_row(v);
   return __builtin_sqrtf(v * s.bias2) + s.eps;
 }
@@ -288,10 +291,12 @@ struct FtrlStep {
   template <bool is_root>
   static inline Vec power(Vec v, float lr_power) {
     if (is_root) return square_root(v);
-    return each<Vec>([=](Register<float> x) {
-      for (int i = 0; i < kWidth; ++i) x[i] = __builtin_powf(x[i], -lr_power);
-      return x;
-    }, v);
+    return each<Vec>(
+        [=](Register<float> x) {
+          for (int i = 0; i < kWidth; ++i) x[i] = __builtin_powf(x[i], -lr_power);
+          return x;
+        },
+        v);
   }
 
   template <class State, class Columns>
@@ -302,7 +307,8 @@ struct FtrlStep {
 
  private:
   template <bool is_root, class State, class Columns>
-  static __attribute__((noinline)) void step(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
+  static __attribute__((noinline)) void step(const UpdateArgs& a, Columns columns, float* w, State state,
+                                             const float* g) {
     const StepScalars& s = a.scalars;
     if (s.learning_rate == 0.0f) return;  // the formula divides by the learning rate, and a warm-up may begin at zero
     const Vec lr = broadcast(s.learning_rate), l1 = broadcast(s.l1), l2 = broadcast(s.l2), beta = broadcast(s.beta);

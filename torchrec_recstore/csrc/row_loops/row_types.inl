@@ -61,12 +61,18 @@ struct Float32Row {
     template <class Columns>
     RECSTORE_INLINE Reader(const float* row, Columns) : weights(row) {}
     template <int n>
-    RECSTORE_INLINE Lanes<float, n> load(int64_t column) const { return load_lanes<Lanes<float, n>>(weights + column); }
-    RECSTORE_INLINE Vec load(int64_t column, int64_t n) const { return RECSTORE_ISA_NAMESPACE::load(weights + column, n); }
+    RECSTORE_INLINE Lanes<float, n> load(int64_t column) const {
+      return load_lanes<Lanes<float, n>>(weights + column);
+    }
+    RECSTORE_INLINE Vec load(int64_t column, int64_t n) const {
+      return RECSTORE_ISA_NAMESPACE::load(weights + column, n);
+    }
     const float* weights;
   };
   template <class Columns>
-  static RECSTORE_INLINE int64_t floats(Columns columns) { return columns; }
+  static RECSTORE_INLINE int64_t floats(Columns columns) {
+    return columns;
+  }
 };
 
 // The common part of both 16-bit types. Type has widen(Halves) and narrow(Floats[, random bits]).
@@ -79,7 +85,8 @@ struct NarrowRow {
     RECSTORE_INLINE Reader(const float* row, Columns) : weights(reinterpret_cast<const uint16_t*>(row)) {}
     template <int n>
     RECSTORE_INLINE Lanes<float, n> load(int64_t column) const {
-      return each<Lanes<float, n>>([](Halves v) { return Type::widen(v); }, load_lanes<Lanes<uint16_t, n>>(weights + column));
+      return each<Lanes<float, n>>([](Halves v) { return Type::widen(v); },
+                                   load_lanes<Lanes<uint16_t, n>>(weights + column));
     }
     RECSTORE_INLINE Vec load(int64_t column, int64_t n) const {
       return each<Vec>([](Halves v) { return Type::widen(v); }, load_lanes<Lanes<uint16_t>>(weights + column, n));
@@ -100,11 +107,15 @@ struct NarrowRow {
     auto* out = reinterpret_cast<uint16_t*>(row);
     for_each_run(columns, [&](int64_t d, auto n) {
       const auto numbers = load_lanes<Lanes<uint32_t>>(random + d, n);
-      store_lanes(out + d, each<Lanes<uint16_t>>([](Floats x, Bits r) { return Type::narrow(x, r); }, load(values + d, n), numbers), n);
+      store_lanes(
+          out + d,
+          each<Lanes<uint16_t>>([](Floats x, Bits r) { return Type::narrow(x, r); }, load(values + d, n), numbers), n);
     });
   }
   template <class Columns>
-  static RECSTORE_INLINE int64_t floats(Columns columns) { return (columns + 1) / 2; }
+  static RECSTORE_INLINE int64_t floats(Columns columns) {
+    return (columns + 1) / 2;
+  }
 };
 
 struct Float16Row : NarrowRow<Float16Row> {
@@ -172,7 +183,8 @@ void narrow(RowType type, const float* values, int64_t columns, float* row) {
 
 // Stores the updated row of the id at a position, rounded stochastically.
 template <class Row, class Columns>
-__attribute__((noinline)) void write_randomly(const UpdateArgs& a, Columns columns, int64_t position, const float* values, float* row) {
+__attribute__((noinline)) void write_randomly(const UpdateArgs& a, Columns columns, int64_t position,
+                                              const float* values, float* row) {
   const StochasticRounding& rounding = a.rounding;
   const int64_t id = rounding.routing->raw_id(a.batch->ids[position]);
   if constexpr (std::is_same_v<Row, Int8Row>) {
@@ -192,7 +204,8 @@ struct AnyRow {
 
 // Stores the updated row of the id at a position.
 template <class Row, class Columns>
-RECSTORE_INLINE void write_updated(const UpdateArgs& a, Columns columns, int64_t position, const float* values, float* row) {
+RECSTORE_INLINE void write_updated(const UpdateArgs& a, Columns columns, int64_t position, const float* values,
+                                   float* row) {
   if (!a.rounding.of_weights) {
     Row::write(columns, values, row);
   } else {
@@ -200,9 +213,9 @@ RECSTORE_INLINE void write_updated(const UpdateArgs& a, Columns columns, int64_t
   }
 }
 
-// The weights of the rows that a loop updates, in float32: those of float32 rows in place, and those of a narrow type in
-// a.weights. Narrow rows are stored kStoredTogether at a time, where this makes the processor overlap the long chains of
-// instructions that each row needs.
+// The weights of the rows that a loop updates, in float32: those of float32 rows in place, and those of a narrow type
+// in a.weights. Narrow rows are stored kStoredTogether at a time, where this makes the processor overlap the long
+// chains of instructions that each row needs.
 template <class Row, class Columns>
 class UpdatedRows {
  public:

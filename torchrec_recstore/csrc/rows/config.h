@@ -11,8 +11,8 @@ namespace recstore {
 // The type in which a row's weights are stored. The values are those of ROW_TYPES in row_types.py.
 enum class RowType : int64_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kInt8 = 3 };
 
-// An 8-bit row stores one code (uint8) for each weight, and after the codes two floats: its scale and its bias. A weight
-// is code * scale + bias. row_int8.inl computes them.
+// An 8-bit row stores one code (uint8) for each weight, and after the codes two floats: its scale and its bias. A
+// weight is code * scale + bias. row_int8.inl computes them.
 constexpr int64_t kGridFloats = 2;
 
 // Number of floats that this many weights occupy. Narrow weights are padded to whole floats, so that what is behind
@@ -40,18 +40,21 @@ inline int64_t weight_bytes(RowType type, int64_t columns) {
 
 // The type in which optimizer states are stored. The values are those of STATE_TYPES in row_types.py.
 //
-// A float16 state is rounded stochastically: rounding to nearest would lose each addend that is smaller than half of the
-// last bit of a sum. A state of squares (OptimizerState::is_square) is stored as its square root, because the squares of
-// common gradients are too small for float16. Finite numbers that are too large become the largest finite one.
+// A float16 state is rounded stochastically: rounding to nearest would lose each addend that is smaller than half of
+// the last bit of a sum. A state of squares (OptimizerState::is_square) is stored as its square root, because the
+// squares of common gradients are too small for float16. Finite numbers that are too large become the largest finite
+// one.
 enum class StateType : int64_t { kFloat32 = 0, kFloat16 = 1 };
 
 // Number of bytes of one number of a state.
 inline int64_t state_bytes(StateType type) { return type == StateType::kFloat16 ? 2 : 4; }
 // Number of floats that this many numbers occupy. They are padded to whole floats.
-inline int64_t state_floats(StateType type, int64_t numbers) { return type == StateType::kFloat16 ? (numbers + 1) / 2 : numbers; }
+inline int64_t state_floats(StateType type, int64_t numbers) {
+  return type == StateType::kFloat16 ? (numbers + 1) / 2 : numbers;
+}
 
-// What an update does with gradients that are not finite: nothing; it leaves the rows as they are whose summed gradient is
-// not finite; or it fails before any row changes. The values are those of NONFINITE in options.py.
+// What an update does with gradients that are not finite: nothing; it leaves the rows as they are whose summed gradient
+// is not finite; or it fails before any row changes. The values are those of NONFINITE in options.py.
 enum class Nonfinite : int64_t { kPass = 0, kSkip = 1, kRaise = 2 };
 
 enum class InitKind : int64_t { kUniform = 0, kNormal = 1, kConstant = 2 };
@@ -63,9 +66,15 @@ struct InitConfig {
   double truncate = 0.0;  // normal: bound in standard deviations, 0 for no bound
 };
 
-// kLeastFrequent counts the steps that look up a row, kLeastOccurring the occurrences of its id in their batches. The scores of
-// kLeastScored are the user's.
-enum class Eviction : int64_t { kNone = 0, kLeastRecent = 1, kLeastFrequent = 2, kLeastOccurring = 3, kLeastScored = 4 };
+// kLeastFrequent counts the steps that look up a row, kLeastOccurring the occurrences of its id in their batches. The
+// scores of kLeastScored are the user's.
+enum class Eviction : int64_t {
+  kNone = 0,
+  kLeastRecent = 1,
+  kLeastFrequent = 2,
+  kLeastOccurring = 3,
+  kLeastScored = 4
+};
 
 // The bounds on a shard's rows; 0 if a shard lacks a bound. torchrec_recstore/options.py explains them.
 struct Bounds {
@@ -87,10 +96,10 @@ struct Bounds {
   static Bounds of(const std::vector<int64_t>& numbers);
 
   bool operator==(const Bounds& other) const {
-    return max_rows == other.max_rows && eviction == other.eviction && half_life == other.half_life && unscored == other.unscored &&
-           expiry == other.expiry &&
-           expiry_time == other.expiry_time && max_jump == other.max_jump && min_frequency == other.min_frequency &&
-           counter_bytes == other.counter_bytes && cold_store == other.cold_store && shared == other.shared;
+    return max_rows == other.max_rows && eviction == other.eviction && half_life == other.half_life &&
+           unscored == other.unscored && expiry == other.expiry && expiry_time == other.expiry_time &&
+           max_jump == other.max_jump && min_frequency == other.min_frequency && counter_bytes == other.counter_bytes &&
+           cold_store == other.cold_store && shared == other.shared;
   }
   // Whether RowMeta::frequency is not the number of steps that looked up the row. The loops over rows count steps only;
   // note_use() records other uses.

@@ -30,7 +30,9 @@ UserSteps& user_steps() {
 
 int64_t load_optimizer(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) throw InvalidArgument(std::string("the library of the optimizer cannot be loaded: ") + dlerror());
+  if (library == nullptr) {
+    throw InvalidArgument(std::string("the library of the optimizer cannot be loaded: ") + dlerror());
+  }
   const auto* shape = static_cast<const int64_t*>(dlsym(library, "recstore_shape"));
   UserStep step;
   step.once = reinterpret_cast<decltype(step.once)>(dlsym(library, "recstore_once"));
@@ -39,14 +41,17 @@ int64_t load_optimizer(const std::string& path) {
     throw InvalidArgument(path + " is not the library of an optimizer of this version");
   }
   step.hyperparameters = *shape++;
-  if (*shape++ > kUserNumbers) throw InvalidArgument("an optimizer has at most " + std::to_string(kUserNumbers) + " numbers");
+  if (*shape++ > kUserNumbers) {
+    throw InvalidArgument("an optimizer has at most " + std::to_string(kUserNumbers) + " numbers");
+  }
   step.element_states = *shape++;
   for (int64_t row_wise = *shape++, i = 0; i < step.element_states + row_wise; ++i) {
     step.states.push_back({"", i == step.element_states, *shape++ != 0});
   }
   UserSteps& user = user_steps();
   const std::lock_guard<std::mutex> lock(user.mutex);
-  const auto found = std::find_if(user.steps.begin(), user.steps.end(), [&](const UserStep& each) { return each.row == step.row; });
+  const auto found =
+      std::find_if(user.steps.begin(), user.steps.end(), [&](const UserStep& each) { return each.row == step.row; });
   const int64_t kind = kOptimizers + (found - user.steps.begin());
   if (found == user.steps.end()) user.steps.push_back(std::move(step));
   return kind;
@@ -67,21 +72,25 @@ OptimizerConfig OptimizerConfig::of(int64_t kind, const std::vector<double>& num
     }
   }
   if (numbers.size() != count) {
-    throw InvalidArgument("optimizer_numbers must hold " + std::to_string(count) + " numbers, got " + std::to_string(numbers.size()));
+    throw InvalidArgument("optimizer_numbers must hold " + std::to_string(count) + " numbers, got " +
+                          std::to_string(numbers.size()));
   }
   const double* next = numbers.data();
   config.eps = *next++;
   config.weight_decay = *next++;
   config.decouple = *next++ != 0.0;
-  for (double* number : {&config.momentum, &config.beta1, &config.beta2, &config.eta, &config.alpha, &config.l1, &config.l2,
-                         &config.lr_power, &config.beta, &config.max_gradient, &config.max_gradient_norm, &config.max_norm}) {
+  for (double* number :
+       {&config.momentum, &config.beta1, &config.beta2, &config.eta, &config.alpha, &config.l1, &config.l2,
+        &config.lr_power, &config.beta, &config.max_gradient, &config.max_gradient_norm, &config.max_norm}) {
     *number = *next++;
   }
   config.hyperparameters.assign(next, numbers.data() + numbers.size());
   for (const double& number : numbers) {
     const bool is_lr_power = &number - numbers.data() == 10, is_users = &number >= next;
     if (!std::isfinite(number) || (!is_users && (is_lr_power ? number > 0.0 : number < 0.0))) {
-      throw InvalidArgument("optimizer_numbers must be finite; lr_power must not be positive, and the other numbers must not be negative");
+      throw InvalidArgument(
+          "optimizer_numbers must be finite; lr_power must not be positive, and the other numbers must not be "
+          "negative");
     }
   }
   if (config.momentum >= 1.0 || config.beta1 >= 1.0 || config.beta2 >= 1.0 || config.alpha >= 1.0) {

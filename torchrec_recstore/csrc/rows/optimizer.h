@@ -13,8 +13,8 @@ struct OptimizerState {
   bool is_square;    // a sum or an average of squares; each row-wise state is one
 };
 
-// The optimizers: the name, the value (`kind` in torchrec_recstore/optim.py), and the states, element-wise ones first, in
-// the order in which they are stored behind the weights. The struct <name>Step in row_steps.inl has the arithmetic.
+// The optimizers: the name, the value (`kind` in torchrec_recstore/optim.py), and the states, element-wise ones first,
+// in the order in which they are stored behind the weights. The struct <name>Step in row_steps.inl has the arithmetic.
 // AdamW is Adam, because FBGEMM's Adam decouples its weight decay too.
 #define RECSTORE_OPTIMIZERS(ENTRY)                                                    \
   ENTRY(Sgd, 0, {"momentum_buffer", false, false}) /* only with momentum */           \
@@ -46,7 +46,8 @@ constexpr int64_t kUserNumbers = 32;
 // A user-defined optimizer: RowOptimizer in torchrec_recstore/optim.py. Its functions are in a library,
 // whose source is row_step.inl.
 struct UserStep {
-  // Computes the numbers of an update, from the hyperparameters, the learning rate, and the number of the update from 1.
+  // Computes the numbers of an update, from the hyperparameters, the learning rate, and the number of the update from
+  // 1.
   void (*once)(const double* hyperparameters, double learning_rate, double step, float* numbers);
   // Updates a row: weights and gradient (columns,), element-wise states (states, columns), and the row-wise state.
   void (*row)(int64_t columns, float* w, const float* g, float* elements, float* row_state, const float* numbers);
@@ -65,7 +66,8 @@ struct OptimizerConfig {
   OptimizerKind kind = OptimizerKind::kRowWiseAdagrad;
   double eps = 1e-8;
   double weight_decay = 0.0;
-  bool decouple = false;  // Adagrad: shrink the weights by lr * weight_decay instead of adding the decay to the gradient
+  // Adagrad: shrink the weights by lr * weight_decay instead of adding the decay to the gradient.
+  bool decouple = false;
   double momentum = 0.0;
   double beta1 = 0.0;
   double beta2 = 0.0;
@@ -79,7 +81,7 @@ struct OptimizerConfig {
   double max_gradient_norm = 0.0;  // 0: no clipping
   double max_norm = 0.0;           // 0: no bound
 
-  const UserStep* user = nullptr;  // a user-defined optimizer, which reads none of the numbers before max_gradient
+  const UserStep* user = nullptr;       // a user-defined optimizer, which reads none of the numbers before max_gradient
   std::vector<double> hyperparameters;  // of the user-defined optimizer
 
   // Makes a configuration of the fifteen numbers above, in their order, without the kind. The hyperparameters of a
@@ -95,13 +97,13 @@ struct OptimizerConfig {
 struct StepScalars {
   float learning_rate;
   float eps;
-  float weight_decay;    // added to the gradient; 0 if the optimizer decouples it
-  float decay_factor;    // 1 - lr * weight_decay, for the optimizers that decouple it
+  float weight_decay;  // added to the gradient; 0 if the optimizer decouples it
+  float decay_factor;  // 1 - lr * weight_decay, for the optimizers that decouple it
   float momentum;
   float beta1, beta2;
   float one_minus_beta1, one_minus_beta2;
-  float adam_rate;       // lr / (1 - beta1**t)
-  float bias1, bias2;    // 1 / (1 - beta**t)
+  float adam_rate;     // lr / (1 - beta1**t)
+  float bias1, bias2;  // 1 / (1 - beta**t)
   float eta;
   float alpha, one_minus_alpha;
   float l1, l2, lr_power, beta;

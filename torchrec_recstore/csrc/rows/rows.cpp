@@ -13,7 +13,8 @@ Rows::Rows(const TableConfig& config)
       state_type_(config.state_type),
       columns_(config.columns()),
       states_(config.optimizer.states()),
-      stride_(weight_floats(type_, columns_) + state_floats(state_type_, columns_ * config.optimizer.element_states())) {}
+      stride_(weight_floats(type_, columns_) +
+              state_floats(state_type_, columns_ * config.optimizer.element_states())) {}
 
 void Rows::check_room(int64_t slots) const {
   if (slots > int64_t{kNoSlot}) throw OutOfMemory("a shard holds at most 2**32 - 1 rows");
@@ -133,9 +134,7 @@ void Rows::clear() noexcept {
 }
 
 int64_t Rows::bytes() const {
-  return high_water_ * image_bytes() +
-         free_.bytes() +
-         static_cast<int64_t>(retired_.size() * sizeof(Retired));
+  return high_water_ * image_bytes() + free_.bytes() + static_cast<int64_t>(retired_.size() * sizeof(Retired));
 }
 
 }  // namespace recstore

@@ -3,26 +3,27 @@
 #include <cstdint>
 #include <vector>
 
-#include "snapshot/changes.h"
-#include "rows/config.h"
-#include "index/index.h"
 #include "base/memory.h"
-#include "row_loops/row_loops.h"
+#include "index/index.h"
 #include "index/sets.h"
+#include "row_loops/row_loops.h"
+#include "rows/config.h"
+#include "snapshot/changes.h"
 
 namespace recstore {
 
 // The memory of a shard's rows, by slot.
 //
 // The weights and element-wise optimizer states of a row are stored together at a fixed stride. The row-wise state and
-// the bookkeeping (RowAside) are stored apart, so that the weights have cache lines of their own. Freed slots are reused, but not
-// while a pass that may refer to them is pending.
+// the bookkeeping (RowAside) are stored apart, so that the weights have cache lines of their own. Freed slots are
+// reused, but not while a pass that may refer to them is pending.
 class Rows {
  public:
   explicit Rows(const TableConfig& config);
 
   RowsView view() const {
-    return {reinterpret_cast<float*>(data_.data()), stride_, columns_, reinterpret_cast<char*>(asides_.data()), type_, state_type_};
+    return {reinterpret_cast<float*>(data_.data()),  stride_, columns_,
+            reinterpret_cast<char*>(asides_.data()), type_,   state_type_};
   }
   float* row(Slot slot) const { return view().data + int64_t{slot} * stride_; }
   RowMeta& meta(Slot slot) const { return *reinterpret_cast<RowMeta*>(aside(slot) + state_bytes(state_type_)); }
@@ -30,7 +31,9 @@ class Rows {
   char* aside(Slot slot) const { return view().asides + slot * aside_bytes(); }
   int64_t aside_bytes() const { return state_bytes(state_type_) + static_cast<int64_t>(sizeof(RowMeta)); }
   // The bookkeeping in a copy of a RowAside, which may be at any even address.
-  const RowMeta& meta_of(const char* aside) const { return *reinterpret_cast<const RowMeta*>(aside + state_bytes(state_type_)); }
+  const RowMeta& meta_of(const char* aside) const {
+    return *reinterpret_cast<const RowMeta*>(aside + state_bytes(state_type_));
+  }
   int64_t columns() const { return columns_; }
   // The states of the optimizer; see OptimizerConfig::states().
   const std::vector<OptimizerState>& states() const { return states_; }
@@ -93,9 +96,12 @@ class Rows {
   // until all slots from the limit on are free and their memory can be returned. During compaction no slot from the
   // limit on is handed out; if the slots below the limit do not suffice, the compaction ends.
   bool is_compacting() const { return limit_ != kNoLimit; }
-  bool wants_compaction() const { return is_compacting() || stale_ > high_water_ || free_.size() * image_bytes() > kLeastGain; }
+  bool wants_compaction() const {
+    return is_compacting() || stale_ > high_water_ || free_.size() * image_bytes() > kLeastGain;
+  }
   // Begins a compaction if it is worthwhile: if more slots are free than in use, or, with `tight`, if any memory can be
-  // returned. The limit leaves some free slots for new rows, none with `tight`. Returns whether a compaction is under way.
+  // returned. The limit leaves some free slots for new rows, none with `tight`. Returns whether a compaction is under
+  // way.
   bool begin_compaction(bool tight = false) noexcept;
   int64_t limit() const { return limit_; }
   // Whether a row can move to a free slot below the limit.

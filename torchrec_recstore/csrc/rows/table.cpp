@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "base/error.h"
-#include "bounds/eviction.h"
 #include "base/parts.h"
+#include "bounds/eviction.h"
 #include "snapshot/snapshot.h"
 
 namespace recstore {
@@ -116,8 +116,8 @@ void Table::compact(int64_t rows) noexcept {
 
 void Table::shrink() noexcept {
   if (snapshot_ != nullptr || !pending_.empty()) return;
-  // A compaction that is under way has another limit, so a tight one follows it. The first may need a second walk, from the
-  // first position. Without memory for the moves, a later call continues.
+  // A compaction that is under way has another limit, so a tight one follows it. The first may need a second walk, from
+  // the first position. Without memory for the moves, a later call continues.
   for (int walk = 0; walk < 3; ++walk) {
     if (!rows_.is_compacting()) next_position_ = 0;
     if (!rows_.begin_compaction(true)) return;
@@ -138,7 +138,8 @@ void Table::leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor,
   const auto begins = part_begins<Index::kParts>(rows.size(), [&](size_t i) { return index_.part_of_id(rows[i].id); });
   const int64_t tasks = std::min<int64_t>(Index::kParts, 1 + static_cast<int64_t>(rows.size()) / kTaskLeavers);
   for_each_task(executor, tasks, [&](int64_t task) {
-    for (size_t i = begins[task * Index::kParts / tasks], end = begins[(task + 1) * Index::kParts / tasks]; i < end; ++i) {
+    for (size_t i = begins[task * Index::kParts / tasks], end = begins[(task + 1) * Index::kParts / tasks]; i < end;
+         ++i) {
       if (i + kAhead < end) index_.prefetch(index_.hash(rows[i + kAhead].id));
       rows[i].is_in_index = !index_.erase_within_part(rows[i].id, index_.hash(rows[i].id));
     }
@@ -224,8 +225,9 @@ uint64_t Table::begin_pass(PendingPass* pass) noexcept {
 }
 
 void Table::end_pass(uint64_t number) noexcept {
-  const auto ended = std::lower_bound(pending_.begin(), pending_.end(), number,
-                                      [](const Numbered& numbered, uint64_t wanted) { return numbered.number < wanted; });
+  const auto ended =
+      std::lower_bound(pending_.begin(), pending_.end(), number,
+                       [](const Numbered& numbered, uint64_t wanted) { return numbered.number < wanted; });
   pending_.erase(ended);
   rows_.reclaim(oldest_pass());
 }
@@ -235,7 +237,8 @@ void Table::settle_passes(Executor& executor) {
 }
 
 bool Table::passes_are_settled() const {
-  return std::all_of(pending_.begin(), pending_.end(), [&](const Numbered& numbered) { return numbered.pass->is_settled(*this); });
+  return std::all_of(pending_.begin(), pending_.end(),
+                     [&](const Numbered& numbered) { return numbered.pass->is_settled(*this); });
 }
 
 SharedTable::SharedTable(std::shared_ptr<Table> table, Executor& executor) : SharedTable(std::move(table)) {

@@ -8,20 +8,20 @@
 #include <utility>
 #include <vector>
 
-#include "cold/cold_filter.h"
-#include "rows/config.h"
-#include "snapshot/departures.h"
-#include "bounds/eviction_queue.h"
 #include "base/executor.h"
-#include "index/index.h"
-#include "rows/initializer.h"
 #include "base/memory.h"
-#include "rows/rows.h"
-#include "index/sets.h"
+#include "bounds/eviction_queue.h"
 #include "bounds/sightings.h"
-#include "rows/table_mutex.h"
-#include "lookup/vacated.h"
 #include "bounds/wall_clock.h"
+#include "cold/cold_filter.h"
+#include "index/index.h"
+#include "index/sets.h"
+#include "lookup/vacated.h"
+#include "rows/config.h"
+#include "rows/initializer.h"
+#include "rows/rows.h"
+#include "rows/table_mutex.h"
+#include "snapshot/departures.h"
 
 namespace recstore {
 
@@ -101,10 +101,11 @@ class Table {
   }
   int64_t size() const { return index_.size(); }
   int64_t bytes() const;
-  // Bytes of a row in a cold store: the layout in memory, followed by the RowAside. If the images have marks, the mark after
-  // which the row has changed last lies before the RowMeta (uint32). Needs no lock.
+  // Bytes of a row in a cold store: the layout in memory, followed by the RowAside. If the images have marks, the mark
+  // after which the row has changed last lies before the RowMeta (uint32). Needs no lock.
   int64_t image_bytes() const { return image_bytes_; }
-  // Whether images have marks. Those of a shared cold store have none, because the marks of a table mean nothing to others.
+  // Whether images have marks. Those of a shared cold store have none, because the marks of a table mean nothing to
+  // others.
   bool images_have_marks() const { return config_.bounds.cold_store && !config_.bounds.shared; }
   // Number of training lookups, which is the clock of the rows' last steps.
   int64_t clock() const { return counters_.steps; }
@@ -141,16 +142,16 @@ class Table {
   // The caller holds both locks. Throws InvalidArgument if the shapes differ or a table has a snapshot, OutOfMemory.
   void exchange_rows(Table& other);
 
-  // Grows the index for `rows` rows in all, at most max_rows, so that no entries move while they arrive. The memory of the
-  // rows grows with them, and is checked then. Throws OutOfMemory if the rows cannot fit now.
+  // Grows the index for `rows` rows in all, at most max_rows, so that no entries move while they arrive. The memory of
+  // the rows grows with them, and is checked then. Throws OutOfMemory if the rows cannot fit now.
   void reserve(int64_t rows);
   // Removes the rows of ids (n,). Returns the number of removed rows. Throws std::bad_alloc; nothing is removed then.
   int64_t remove(const int64_t* ids, int64_t n);
   // Makes room for leave() with `rows` rows. Throws std::bad_alloc.
   void reserve_leave(int64_t rows);
-  // Removes rows that no pending pass refers to. They are by the parts of the index, unless the executor has one thread. The
-  // slots of the first `reused` rows already belong to new rows. to_cold_store: the rows are in the cold store, so that they
-  // do not leave for good.
+  // Removes rows that no pending pass refers to. They are by the parts of the index, unless the executor has one
+  // thread. The slots of the first `reused` rows already belong to new rows. to_cold_store: the rows are in the cold
+  // store, so that they do not leave for good.
   void leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor, bool to_cold_store = false) noexcept;
   // Whether the slots of removed rows can be reused at once.
   bool slots_are_free_at_once() const { return snapshot_ == nullptr && !rows_.is_compacting(); }
@@ -215,7 +216,9 @@ class Table {
 class LockedTable {
  public:
   // Throws InvalidArgument if the table is closed.
-  explicit LockedTable(std::shared_ptr<Table> table) : table_(std::move(table)), lock_(table_->mutex()) { table_->check_open(); }
+  explicit LockedTable(std::shared_ptr<Table> table) : table_(std::move(table)), lock_(table_->mutex()) {
+    table_->check_open();
+  }
 
   Table& operator*() const { return *table_; }
   Table* operator->() const { return table_.get(); }
@@ -229,7 +232,9 @@ class LockedTable {
 class SharedTable {
  public:
   // Throws InvalidArgument if the table is closed.
-  explicit SharedTable(std::shared_ptr<Table> table) : table_(std::move(table)), lock_(table_->mutex()) { table_->check_open(); }
+  explicit SharedTable(std::shared_ptr<Table> table) : table_(std::move(table)), lock_(table_->mutex()) {
+    table_->check_open();
+  }
   // Settles the pending passes first (see Table::settle_passes), for a call that reads the bookkeeping of the rows.
   SharedTable(std::shared_ptr<Table> table, Executor& executor);
 

@@ -11,8 +11,8 @@ namespace recstore {
 // Readers and writers pass one turnstile. Whoever has to wait for the table waits in the turnstile, and holds up those
 // that come later. A writer therefore waits for the readers that are inside, and not for later ones, so that a stream
 // of readers does not starve it. A reader waits for the writer that is inside and for those before it in the turnstile,
-// so that a writer that returns at once does not overtake it. Neither std::shared_mutex alone (glibc prefers readers) nor
-// PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP (a stream of writers starves readers) has both properties.
+// so that a writer that returns at once does not overtake it. Neither std::shared_mutex alone (glibc prefers readers)
+// nor PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP (a stream of writers starves readers) has both properties.
 class TableMutex {
  public:
   void lock() {

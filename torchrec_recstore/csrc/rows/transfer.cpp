@@ -20,11 +20,13 @@ void check_bookkeeping(const int64_t* values, int64_t n) {
   // The loop has no branch, so that the compiler vectorises it: a value out of range sets a bit above the low 32.
   uint64_t all = 0;
   for (int64_t i = 0; i < n; ++i) all |= static_cast<uint64_t>(values[i]);
-  if (all > std::numeric_limits<uint32_t>::max()) throw InvalidArgument("last_step and frequency must be within 0 and 2**32 - 1");
+  if (all > std::numeric_limits<uint32_t>::max()) {
+    throw InvalidArgument("last_step and frequency must be within 0 and 2**32 - 1");
+  }
 }
 
-// Copies the weights of a row from one place to the other. Inside a table, the scale and bias of an 8-bit row are at the
-// next whole float after its codes; outside, they follow the codes directly.
+// Copies the weights of a row from one place to the other. Inside a table, the scale and bias of an 8-bit row are at
+// the next whole float after its codes; outside, they follow the codes directly.
 template <bool kOut, class Inside, class Outside>
 void copy_weights(const Rows& rows, Inside* inside, Outside* outside, int64_t i) {
   const auto bytes = static_cast<size_t>(weight_bytes(rows.type(), rows.columns()));
@@ -66,7 +68,8 @@ void write_row(Rows& rows, Slot slot, const ConstRowImages& in, int64_t i) {
   copy_weights<false>(rows, row, static_cast<const char*>(in.weights), i);
   char* element = reinterpret_cast<char*>(row + rows.view().weight_floats());
   for (size_t s = 0; s < in.elements.size(); ++s) {
-    element = write_state(rows, in.elements[s] + i * rows.columns(), rows.columns(), rows.states()[s].is_square, element);
+    element =
+        write_state(rows, in.elements[s] + i * rows.columns(), rows.columns(), rows.states()[s].is_square, element);
   }
   write_state(rows, in.state + i, 1, true, rows.aside(slot));
   rows.meta(slot) = {static_cast<uint32_t>(in.last_step[i]), static_cast<uint32_t>(in.frequency[i])};
@@ -78,7 +81,8 @@ void read_row(const Rows& rows, const void* row, const char* aside, const RowIma
   copy_weights<true>(rows, static_cast<const float*>(row), static_cast<char*>(out.weights), i);
   const char* element = reinterpret_cast<const char*>(static_cast<const float*>(row) + rows.view().weight_floats());
   for (size_t s = 0; s < out.elements.size(); ++s) {
-    element = read_state(rows, element, rows.columns(), rows.states()[s].is_square, out.elements[s] + i * rows.columns());
+    element =
+        read_state(rows, element, rows.columns(), rows.states()[s].is_square, out.elements[s] + i * rows.columns());
   }
   read_state(rows, aside, 1, true, out.state + i);
   const RowMeta& meta = rows.meta_of(aside);
@@ -89,7 +93,8 @@ void read_row(const Rows& rows, const void* row, const char* aside, const RowIma
 void read_rows(const Table& table, const int64_t* ids, int64_t n, const RowImages& out, Executor& executor) {
   const std::vector<Slot> slots = find_rows(table, ids, n, executor);
   const Rows& rows = table.rows();
-  for_each_row(rows, slots, executor, [&](int64_t i) { read_row(rows, rows.row(slots[i]), rows.aside(slots[i]), out, i); });
+  for_each_row(rows, slots, executor,
+               [&](int64_t i) { read_row(rows, rows.row(slots[i]), rows.aside(slots[i]), out, i); });
 }
 
 void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImages& in, Executor& executor) {

@@ -16,12 +16,16 @@ constexpr int64_t kLeastLeft = 1 << 16;
 
 Changes::Mark Changes::mark() {
   if (now_ - base_ == kMostMarks) {
-    const auto forget = [](uint8_t& stamp) { stamp = stamp > kForgotten ? static_cast<uint8_t>(stamp - kForgotten) : 0; };
+    const auto forget = [](uint8_t& stamp) {
+      stamp = stamp > kForgotten ? static_cast<uint8_t>(stamp - kForgotten) : 0;
+    };
     std::for_each(stamps(), stamps() + slots_, forget);
     std::for_each(newest(), newest() + (slots_ + kGroup - 1) / kGroup, forget);
     base_ += kForgotten;
     auto known = left_.begin();
-    for (; known != left_.end() && known->mark <= base_; ++known) left_count_ -= static_cast<int64_t>(known->ids.size());
+    for (; known != left_.end() && known->mark <= base_; ++known) {
+      left_count_ -= static_cast<int64_t>(known->ids.size());
+    }
     left_.erase(left_.begin(), known);
   }
   return ++now_;

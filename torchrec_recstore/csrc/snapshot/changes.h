@@ -5,15 +5,15 @@
 #include <optional>
 #include <vector>
 
-#include "index/index.h"
 #include "base/memory.h"
+#include "index/index.h"
 
 namespace recstore {
 
 // Records which rows have changed and which ids have left since a mark. A delta checkpoint consists of these.
 //
-// Before the first mark this takes no memory. After it, each row takes a byte, and each id that has left eight bytes. If
-// the places of rows in the index are recorded too, each row takes four bytes more.
+// Before the first mark this takes no memory. After it, each row takes a byte, and each id that has left eight bytes.
+// If the places of rows in the index are recorded too, each row takes four bytes more.
 class Changes {
  public:
   using Mark = int64_t;  // the first mark is 1
@@ -114,17 +114,17 @@ class Changes {
     if (__atomic_load_n(group, __ATOMIC_RELAXED) < stamp) __atomic_store_n(group, stamp, __ATOMIC_RELAXED);
   }
 
-  Region stamps_;         // by slot: the mark after which the row changed last, minus base_; 0: before all known marks
-  Region newest_;         // by group of kGroup slots: a stamp that is not below theirs
-  Region positions_;      // by slot
+  Region stamps_;     // by slot: the mark after which the row changed last, minus base_; 0: before all known marks
+  Region newest_;     // by group of kGroup slots: a stamp that is not below theirs
+  Region positions_;  // by slot
   Locates locates_ = Locates::kNo;
   uint64_t locating_ = 0;
-  int64_t slots_ = 0;     // stamps_ has room for this many slots
-  Mark base_ = 0;         // marks up to this one are forgotten, so that a stamp fits a byte
+  int64_t slots_ = 0;  // stamps_ has room for this many slots
+  Mark base_ = 0;      // marks up to this one are forgotten, so that a stamp fits a byte
   Mark now_ = 0;
   std::vector<Left> left_;
   int64_t left_count_ = 0;
-  Mark left_from_ = 1;    // left_ is complete since this mark
+  Mark left_from_ = 1;  // left_ is complete since this mark
 };
 
 }  // namespace recstore

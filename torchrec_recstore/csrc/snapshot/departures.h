@@ -9,9 +9,9 @@
 
 namespace recstore {
 
-// The distinct ids whose rows have left a table for good since the last clear(), up to a number of ids. If there are more,
-// the record drops all of them until the next clear(), so that it does not depend on the order in which rows leave. An id
-// that has returned to the table stays in the record.
+// The distinct ids whose rows have left a table for good since the last clear(), up to a number of ids. If there are
+// more, the record drops all of them until the next clear(), so that it does not depend on the order in which rows
+// leave. An id that has returned to the table stays in the record.
 class Departures {
  public:
   // most: the largest number of ids, below 2**31.

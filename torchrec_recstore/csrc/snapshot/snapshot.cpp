@@ -16,23 +16,24 @@
 namespace recstore {
 namespace {
 
-constexpr size_t kFound = size_t{1} << 21;  // rows that one scan of the index finds; they take 64 MiB with scratch memory,
-                                            // and 36 MiB more while several threads sort them
-constexpr int64_t kSliceEntries = 16384;    // entries of the index that are scanned under one lock: about 256 KiB
-constexpr size_t kSliceRows = 2048;         // rows whose ids are found by their slots under one lock
-constexpr size_t kSorted = 1 << 14;         // rows that a thread sorts at least
-constexpr size_t kSamples = 32;             // for each part of rows that are sorted
-constexpr int64_t kRun = 512;               // rows of a task; a polite read copies the rows of one task under one lock
-constexpr int64_t kLongRun = 1 << 16;       // rows that another read copies under one lock
-constexpr int64_t kAhead = 8;               // rows that are prefetched ahead
+// Rows that one scan of the index finds. They take 64 MiB with scratch memory, and 36 MiB more while several threads
+// sort them.
+constexpr size_t kFound = size_t{1} << 21;
+constexpr int64_t kSliceEntries = 16384;  // entries of the index that are scanned under one lock: about 256 KiB
+constexpr size_t kSliceRows = 2048;       // rows whose ids are found by their slots under one lock
+constexpr size_t kSorted = 1 << 14;       // rows that a thread sorts at least
+constexpr size_t kSamples = 32;           // for each part of rows that are sorted
+constexpr int64_t kRun = 512;             // rows of a task; a polite read copies the rows of one task under one lock
+constexpr int64_t kLongRun = 1 << 16;     // rows that another read copies under one lock
+constexpr int64_t kAhead = 8;             // rows that are prefetched ahead
 constexpr int64_t kBlockBytes = 8 << 20;
 char* const kNoBlock = reinterpret_cast<char*>(1);
 constexpr int kPauses = 6;
 constexpr std::chrono::microseconds kLeastPause{50};
 
 // A slice of background work, with the table locked, or shared if the work only reads. After a slice, a polite reader
-// pauses for a multiple of the slice's time, so that it takes a small share of a core and threads that wait for the lock
-// get it. A low thread priority would not help: the scheduler would suspend the thread while it holds the lock.
+// pauses for a multiple of the slice's time, so that it takes a small share of a core and threads that wait for the
+// lock get it. A low thread priority would not help: the scheduler would suspend the thread while it holds the lock.
 template <class Lock>
 class Slice {
  public:
@@ -85,7 +86,8 @@ class Snapshot::Least {
   }
   // Divides the rows by those of a sample, and sorts the parts. The order of the sample matters only for equal parts.
   void sort(Executor& executor) {
-    const size_t parts = executor.threads() == 1 ? 1 : std::min(static_cast<size_t>(executor.threads()) * 4, rows_.size() / kSorted);
+    const size_t parts =
+        executor.threads() == 1 ? 1 : std::min(static_cast<size_t>(executor.threads()) * 4, rows_.size() / kSorted);
     if (parts < 2) return std::sort(rows_.begin(), rows_.end());
     std::vector<Row> bounds, unsorted(rows_.size());
     unsorted.swap(rows_);
@@ -95,10 +97,12 @@ class Snapshot::Least {
     bounds.resize(parts - 1);
     const auto begin_of = [&](size_t part) { return part * unsorted.size() / parts; };
     std::vector<uint16_t> part_of(unsorted.size());
-    std::vector<std::vector<size_t>> next(parts + 1, std::vector<size_t>(parts));  // by part of the input, by part of the result
+    // By part of the input, by part of the result.
+    std::vector<std::vector<size_t>> next(parts + 1, std::vector<size_t>(parts));
     for_each_task(executor, static_cast<int64_t>(parts), [&](int64_t task) {
       for (size_t i = begin_of(task); i < begin_of(task + 1); ++i) {
-        part_of[i] = static_cast<uint16_t>(std::upper_bound(bounds.begin(), bounds.end(), unsorted[i]) - bounds.begin());
+        part_of[i] =
+            static_cast<uint16_t>(std::upper_bound(bounds.begin(), bounds.end(), unsorted[i]) - bounds.begin());
         ++next[task][part_of[i]];
       }
     });
@@ -110,7 +114,8 @@ class Snapshot::Least {
       for (size_t i = begin_of(task); i < begin_of(task + 1); ++i) rows_[next[task][part_of[i]]++] = unsorted[i];
     });
     for_each_task(executor, static_cast<int64_t>(parts), [&](int64_t p) {
-      const size_t begin = p == 0 ? 0 : next[parts][p - 1], end = next[parts][p];  // of the part of the input after its end
+      // Of the part of the input after its end.
+      const size_t begin = p == 0 ? 0 : next[parts][p - 1], end = next[parts][p];
       std::sort(rows_.begin() + static_cast<int64_t>(begin), rows_.begin() + static_cast<int64_t>(end));
     });
   }
@@ -129,7 +134,9 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> si
       image_bytes_(table_->rows().image_bytes()),
       block_images_(std::max<int64_t>(1, std::min(kBlockBytes / image_bytes_, slots_))),
       blocks_(static_cast<size_t>(slots_ / block_images_ + 1)) {
-  if (table_->snapshot() != nullptr) throw InvalidArgument("the table is being saved already: wait until the save has ended");
+  if (table_->snapshot() != nullptr) {
+    throw InvalidArgument("the table is being saved already: wait until the save has ended");
+  }
   if (since) {
     const Changes& changes = table_->rows().changes();
     if (!changes.knows(*since)) throw InvalidArgument("the changes since this mark are no longer known");
@@ -274,7 +281,8 @@ void Snapshot::read_next(int64_t n, int64_t* ids, const RowImages& out, bool pol
       const ReadSlice slice(table_->mutex(), polite);
       table_->check_open();
       if (out_of_memory_) throw OutOfMemory("no memory for copies of rows that changed during the save");
-      for_each_task(executor, (run + kRun - 1) / kRun, [&](int64_t task) { read_range(task * kRun, std::min((task + 1) * kRun, run)); });
+      for_each_task(executor, (run + kRun - 1) / kRun,
+                    [&](int64_t task) { read_range(task * kRun, std::min((task + 1) * kRun, run)); });
       for (int64_t i = 0; i < run; ++i) pending_[rows[i].slot / 64] &= ~(uint64_t{1} << (rows[i].slot % 64));
     }
     read_ += static_cast<size_t>(run);
@@ -319,7 +327,8 @@ bool Snapshot::removed(int64_t id, Slot slot) noexcept {
   return true;
 }
 
-std::shared_ptr<Snapshot> open_snapshot(const std::shared_ptr<Table>& table, std::optional<Changes::Mark> since, Executor& executor) {
+std::shared_ptr<Snapshot> open_snapshot(const std::shared_ptr<Table>& table, std::optional<Changes::Mark> since,
+                                        Executor& executor) {
   const LockedTable locked(table);
   table->settle_passes(executor);
   return std::make_shared<Snapshot>(table, since);

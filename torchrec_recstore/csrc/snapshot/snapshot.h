@@ -7,11 +7,11 @@
 #include <optional>
 #include <vector>
 
-#include "snapshot/changes.h"
 #include "base/executor.h"
 #include "base/memory.h"
 #include "rows/table.h"
 #include "rows/transfer.h"
+#include "snapshot/changes.h"
 
 namespace recstore {
 
@@ -56,7 +56,7 @@ class Snapshot final : public PendingPass {
   void settle(const Table&, Executor&) override {}  // a snapshot has no bookkeeping
   bool is_settled(const Table&) const override { return true; }
   void pin(const Table&, SlotSet&) const override {}  // a snapshot needs no pins: it copies rows, and slots wait for it
-  void forget(const Table&) override {}  // a table with a snapshot does not exchange rows
+  void forget(const Table&) override {}               // a table with a snapshot does not exchange rows
   void moved(const Table&, const std::vector<Move>&) noexcept override {}  // nor does it move rows
 
  private:
@@ -80,8 +80,8 @@ class Snapshot final : public PendingPass {
   void read_one(const Row& row, const RowImages& out, int64_t position) const;
 
   std::shared_ptr<Table> table_;
-  std::mutex reading_;             // serialises read()
-  bool broken_ = false;            // a read() has failed after it read some rows
+  std::mutex reading_;   // serialises read()
+  bool broken_ = false;  // a read() has failed after it read some rows
   int64_t slots_;
   int64_t table_rows_;
   int64_t steps_;
@@ -100,7 +100,7 @@ class Snapshot final : public PendingPass {
   // Copies of rows: the layout in the table, followed by the RowAside.
   int64_t image_bytes_;
   int64_t block_images_;
-  Region numbers_;                 // by slot, uint32: the number of its copy, from 1, or 0
+  Region numbers_;  // by slot, uint32: the number of its copy, from 1, or 0
   std::vector<std::atomic<char*>> blocks_;
   std::atomic<int64_t> kept_{0};
   std::atomic<bool> out_of_memory_{false};
@@ -108,7 +108,8 @@ class Snapshot final : public PendingPass {
 };
 
 // Locks the table and takes a snapshot of it; see Snapshot.
-std::shared_ptr<Snapshot> open_snapshot(const std::shared_ptr<Table>& table, std::optional<Changes::Mark> since, Executor& executor);
+std::shared_ptr<Snapshot> open_snapshot(const std::shared_ptr<Table>& table, std::optional<Changes::Mark> since,
+                                        Executor& executor);
 
 // Makes the table record where its index has each row, so that snapshots of changed rows take time for these rows only.
 // The first call walks over the index; it holds the lock for short times. Throws OutOfMemory.

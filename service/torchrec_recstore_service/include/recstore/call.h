@@ -24,7 +24,7 @@ struct Outcome {
 
 // The ids of a call that one server gets, and their positions in the call. No positions: the order of the ids.
 struct Part {
-  const int64_t* ids;     // (n,)
+  const int64_t* ids;  // (n,)
   int64_t n;
   const int64_t* places;  // (n,) or null
 };
@@ -32,15 +32,17 @@ struct Part {
 // Takes the answer to a read, which arrives in pieces, in the order of the ids.
 struct Answer {
   const Part& part;
-  size_t entry_bytes;                                           // the size of what the server sends for each id
+  size_t entry_bytes;                                         // the size of what the server sends for each id
   std::function<void(const char* entry, int64_t place)> put;  // stores the entry of the id at this position of the call
-  int64_t done = 0;                                             // the number of ids whose entries have arrived
+  int64_t done = 0;                                           // the number of ids whose entries have arrived
 
   // Returns false if the piece is not of whole entries, or of too many.
   bool add(const char* piece, size_t bytes) {
     const auto n = static_cast<int64_t>(bytes / entry_bytes);
     if (bytes % entry_bytes != 0 || n > part.n - done) return false;
-    for (int64_t i = 0; i < n; ++i, ++done) put(piece + static_cast<size_t>(i) * entry_bytes, part.places ? part.places[done] : done);
+    for (int64_t i = 0; i < n; ++i, ++done) {
+      put(piece + static_cast<size_t>(i) * entry_bytes, part.places ? part.places[done] : done);
+    }
     return true;
   }
 };
@@ -57,6 +59,8 @@ inline void copy_rows(const Part& part, int64_t first, int64_t n, const float* r
   for (int64_t i = 0; i < n; ++i) std::memcpy(to + i * row_bytes, from + part.places[first + i] * row_bytes, size);
 }
 
-inline Outcome unfit() { return {grpc::StatusCode::DATA_LOSS, "the server has answered with a wrong number of rows", ""}; }
+inline Outcome unfit() {
+  return {grpc::StatusCode::DATA_LOSS, "the server has answered with a wrong number of rows", ""};
+}
 
 }  // namespace recstore::detail

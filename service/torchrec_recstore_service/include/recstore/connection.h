@@ -28,7 +28,9 @@ namespace recstore::detail {
 // shortened at random, so that many clients do not repeat their calls at the same moment.
 class Backoff {
  public:
-  explicit Backoff(double timeout_s) : end_(std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(timeout_s))) {}
+  explicit Backoff(double timeout_s)
+      : end_(std::chrono::steady_clock::now() +
+             std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(timeout_s))) {}
 
   double left_s() const { return Seconds(end_ - std::chrono::steady_clock::now()).count(); }
 
@@ -47,9 +49,9 @@ class Backoff {
 // The kind of the error of a server that was stopped and started again: it waits, or the call is for an earlier run.
 constexpr char kServerResumed[] = "ServerResumed";
 
-// The connection to one server, or to a pair of servers that is replicated: host:port/host:port. A call is repeated as long
-// as the server cannot be reached and there is time left, in a pair on the other server in turn. That is safe for writes
-// too, because a server does not apply a number twice, and a backup has the numbers of its primary.
+// The connection to one server, or to a pair of servers that is replicated: host:port/host:port. A call is repeated as
+// long as the server cannot be reached and there is time left, in a pair on the other server in turn. That is safe for
+// writes too, because a server does not apply a number twice, and a backup has the numbers of its primary.
 class Connection {
  public:
   Connection(std::string address, const Options& options) : address_(std::move(address)), options_(options) {
@@ -99,7 +101,8 @@ class Connection {
 
   // Writes rows (n, dim) of float32, or deletes rows if there are none. Returns the number of deleted rows.
   // `header` is called before each attempt.
-  uint64_t write(const std::string& table, const std::function<pb::WriteHeader()>& header, const Part& part, const float* rows, int64_t dim) {
+  uint64_t write(const std::string& table, const std::function<pb::WriteHeader()>& header, const Part& part,
+                 const float* rows, int64_t dim) {
     uint64_t deleted = 0;
     const int64_t row_bytes = rows == nullptr ? 0 : dim * 4;
     call(table, [&](double left_s) {
@@ -147,7 +150,9 @@ class Connection {
     arguments.SetInt("grpc.initial_reconnect_backoff_ms", 100);
     arguments.SetInt("grpc.min_reconnect_backoff_ms", 1'000);
     arguments.SetInt("grpc.max_reconnect_backoff_ms", 1'000);
-    if (options_.tls_ca.empty()) return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+    if (options_.tls_ca.empty()) {
+      return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+    }
     grpc::SslCredentialsOptions files;
     files.pem_root_certs = content(options_.tls_ca);
     files.pem_private_key = content(options_.tls_key);
@@ -158,7 +163,8 @@ class Connection {
   void prepare(grpc::ClientContext& context, double left_s) const {
     context.AddMetadata("recstore-protocol", "2");
     if (!options_.token.empty()) context.AddMetadata("authorization", "Bearer " + options_.token);
-    context.set_deadline(std::chrono::system_clock::now() + std::chrono::duration_cast<std::chrono::microseconds>(Seconds(left_s)));
+    context.set_deadline(std::chrono::system_clock::now() +
+                         std::chrono::duration_cast<std::chrono::microseconds>(Seconds(left_s)));
   }
 
   static Outcome outcome(const grpc::Status& status, const grpc::ClientContext& context) {
@@ -198,7 +204,8 @@ class Connection {
       if (made.code == grpc::StatusCode::UNAVAILABLE) unreached = made;
       const bool resumed = made.error == kServerResumed;  // the client has to look at all servers
       const bool hangs = is_pair && made.code == grpc::StatusCode::DEADLINE_EXCEEDED;
-      const bool passing = !resumed && (hangs || made.code == grpc::StatusCode::UNAVAILABLE || made.code == grpc::StatusCode::CANCELLED);
+      const bool passing =
+          !resumed && (hangs || made.code == grpc::StatusCode::UNAVAILABLE || made.code == grpc::StatusCode::CANCELLED);
       if (!passing || backoff.left_s() <= 0) {
         // The last attempt has only the rest of the time, which may end while it connects.
         const bool late = made.code == grpc::StatusCode::DEADLINE_EXCEEDED && unreached.code != grpc::StatusCode::OK;
@@ -210,16 +217,20 @@ class Connection {
   }
 
   Error error_of(const std::string& table, const Outcome& made) const {
-    static const char* const codes[] = {"ok", "cancelled", "unknown", "invalid argument", "deadline exceeded", "not found",
-        "already exists", "permission denied", "resource exhausted", "failed precondition", "aborted", "out of range",
-        "unimplemented", "internal", "unavailable", "data loss", "unauthenticated"};
+    static const char* const codes[] = {
+        "ok",        "cancelled",      "unknown",           "invalid argument",   "deadline exceeded",
+        "not found", "already exists", "permission denied", "resource exhausted", "failed precondition",
+        "aborted",   "out of range",   "unimplemented",     "internal",           "unavailable",
+        "data loss", "unauthenticated"};
     char seconds[32];
     std::snprintf(seconds, sizeof seconds, "%g s", options_.timeout_s);
     if (!made.error.empty()) return error(made.error, table, ": " + made.details);
-    if (made.code == grpc::StatusCode::UNAVAILABLE)
+    if (made.code == grpc::StatusCode::UNAVAILABLE) {
       return error("ServiceError", table, std::string(" cannot be reached for ") + seconds + ": " + made.details);
-    if (made.code == grpc::StatusCode::DEADLINE_EXCEEDED)
+    }
+    if (made.code == grpc::StatusCode::DEADLINE_EXCEEDED) {
       return error("ServiceError", table, std::string(" has not answered within ") + seconds);
+    }
     const auto code = static_cast<size_t>(made.code);
     const std::string name = code < std::size(codes) ? codes[code] : "code " + std::to_string(code);
     return error("ServiceError", table, ": " + made.details + " (" + name + ")");
@@ -261,8 +272,8 @@ class Connection {
     return made.code == grpc::StatusCode::OK && answer.done < part.n ? unfit() : made;
   }
 
-  Outcome stream_write(const pb::WriteHeader& header, const Part& part, const float* rows, int64_t row_bytes, double left_s,
-                       uint64_t& deleted) {
+  Outcome stream_write(const pb::WriteHeader& header, const Part& part, const float* rows, int64_t row_bytes,
+                       double left_s, uint64_t& deleted) {
     grpc::ClientContext context;
     prepare(context, left_s);
     pb::WriteReply reply;

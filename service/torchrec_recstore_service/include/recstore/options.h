@@ -39,8 +39,9 @@ inline std::string host_of(const std::string& address) {
   const size_t colon = address.rfind(':');
   const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
   const bool digits = !port.empty() && port.size() <= 5 && port.find_first_not_of("0123456789") == std::string::npos;
-  if (colon == 0 || !digits || std::stoi(port) < 1 || std::stoi(port) > 65535)
+  if (colon == 0 || !digits || std::stoi(port) < 1 || std::stoi(port) > 65535) {
     throw invalid("servers must be HOST:PORT, got '" + address + "'");
+  }
   return address.substr(0, colon);
 }
 
@@ -58,14 +59,23 @@ inline std::vector<std::string> sides_of(const std::string& address) {
 inline void check(const std::vector<std::string>& servers, const Options& options) {
   if (servers.empty()) throw invalid("servers must name at least one HOST:PORT");
   for (const std::string& address : servers) {
-    for (const std::string& side : sides_of(address))
-      if (!is_loopback(host_of(side)) && !options.token.empty() && options.tls_ca.empty())
+    for (const std::string& side : sides_of(address)) {
+      if (!is_loopback(host_of(side)) && !options.token.empty() && options.tls_ca.empty()) {
         throw invalid("token would be sent to " + side + " unencrypted: set tls_ca as well");
-    if (std::count(servers.begin(), servers.end(), address) > 1) throw invalid("servers must differ, got " + address + " twice");
+      }
+    }
+    if (std::count(servers.begin(), servers.end(), address) > 1) {
+      throw invalid("servers must differ, got " + address + " twice");
+    }
   }
-  for (const char c : options.token)
-    if (c < '!' || c > '~') throw invalid("token must be of printable ASCII characters without blanks");
-  if (!(options.timeout_s > 0) || !std::isfinite(options.timeout_s)) throw invalid("timeout_s must be a positive number of seconds");
+  for (const char c : options.token) {
+    if (c < '!' || c > '~') {
+      throw invalid("token must be of printable ASCII characters without blanks");
+    }
+  }
+  if (!(options.timeout_s > 0) || !std::isfinite(options.timeout_s)) {
+    throw invalid("timeout_s must be a positive number of seconds");
+  }
   if (options.tls_cert.empty() != options.tls_key.empty()) throw invalid("tls_cert and tls_key must be set together");
   if (!options.tls_cert.empty() && options.tls_ca.empty()) throw invalid("tls_cert needs tls_ca");
 }

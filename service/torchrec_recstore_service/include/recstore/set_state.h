@@ -72,21 +72,28 @@ inline bool is_rolled_back(const pb::DescribeReply& state, const std::vector<pb:
 // Whether a server has lost a run that a client knows, because it began again from an older stop.
 inline bool has_lost(const pb::DescribeReply& state, const std::string& label, const std::string& run) {
   const auto& earlier = state.earlier();
-  return label_of(state) == label && run != run_of(state) && run != state.next() && std::find(earlier.begin(), earlier.end(), run) == earlier.end();
+  return label_of(state) == label && run != run_of(state) && run != state.next() &&
+         std::find(earlier.begin(), earlier.end(), run) == earlier.end();
 }
 
 inline std::string state_of(const pb::DescribeReply& state, const std::vector<pb::DescribeReply>& states) {
   const std::string epoch = "epoch " + std::to_string(state.epoch());
-  if (state.set().empty()) return state.at().name().empty() ? "is empty" : "is in no set and has the save '" + state.at().name() + "'";
-  if (is_rolled_back(state, states)) return "has older rows of " + epoch + " than before: its data directory was rolled back, or is a copy";
+  if (state.set().empty()) {
+    return state.at().name().empty() ? "is empty" : "is in no set and has the save '" + state.at().name() + "'";
+  }
+  if (is_rolled_back(state, states)) {
+    return "has older rows of " + epoch + " than before: its data directory was rolled back, or is a copy";
+  }
   if (state.live()) return "is in " + epoch;
   if (state.waits()) return "was stopped in " + epoch + " and started again";
   const std::string rows = state.at().name().empty() ? "without rows" : "from the save '" + state.at().name() + "'";
   return "was killed in " + epoch + " and started again " + rows;
 }
 
-// Throws an Error of the kind "ServerSetError" if the servers are not all servers of one set, in one epoch. Some may wait.
-inline void check_one_epoch(const std::string& table, const Connections& connections, const std::vector<pb::DescribeReply>& states) {
+// Throws an Error of the kind "ServerSetError" if the servers are not all servers of one set, in one epoch. Some may
+// wait.
+inline void check_one_epoch(const std::string& table, const Connections& connections,
+                            const std::vector<pb::DescribeReply>& states) {
   const auto fail = [&](size_t server, const std::string& message) {
     throw Error("ServerSetError", connections[server]->address(), table, message);
   };
@@ -94,31 +101,38 @@ inline void check_one_epoch(const std::string& table, const Connections& connect
   size_t odd = 0, top = 0;
   for (size_t i = 0; i < states.size(); ++i) {
     if (states[i].epoch() > states[top].epoch()) top = i;
-    if (!states[i].set().empty() && !states[odd].set().empty() && states[i].set() != states[odd].set())
+    if (!states[i].set().empty() && !states[odd].set().empty() && states[i].set() != states[odd].set()) {
       fail(i, "the servers belong to different sets: " + all + "; name the servers of one set");
+    }
     if (!states[i].set().empty()) odd = i;
   }
-  if (!states[odd].set().empty() && states[odd].members() != states.size())
-    fail(odd, "the set of the server " + connections[odd]->address() + " has " + std::to_string(states[odd].members()) + " servers, and " +
-                  std::to_string(states.size()) + " are named: " + all + "; name all servers of the set");
+  if (!states[odd].set().empty() && states[odd].members() != states.size()) {
+    fail(odd, "the set of the server " + connections[odd]->address() + " has " + std::to_string(states[odd].members()) +
+                  " servers, and " + std::to_string(states.size()) + " are named: " + all +
+                  "; name all servers of the set");
+  }
   std::string text;
   size_t out = states.size();
   for (size_t i = 0; i < states.size(); ++i) {
     text += (i == 0 ? "" : "; ") + connections[i]->address() + " " + state_of(states[i], states);
-    const bool in = is_there(states[i]) && label_of(states[i]) == label_of(states[top]) && !is_rolled_back(states[i], states);
+    const bool in =
+        is_there(states[i]) && label_of(states[i]) == label_of(states[top]) && !is_rolled_back(states[i], states);
     if (out == states.size() && !in) out = i;
   }
   if (out < states.size()) {
     const std::string named = joined(connections, ",");
-    fail(out, "the servers are in no common epoch: " + text + ". A client in Python begins one if no rows are lost. Otherwise recstore servers restore SAVE " +
-                  named + " brings all of them to a save, and recstore servers reset " + named + " lets all of them begin without rows");
+    fail(out, "the servers are in no common epoch: " + text +
+                  ". A client in Python begins one if no rows are lost. Otherwise recstore servers restore SAVE " +
+                  named + " brings all of them to a save, and recstore servers reset " + named +
+                  " lets all of them begin without rows");
   }
   std::set<uint32_t> members;
   for (size_t i = 0; i < states.size(); ++i) {
     const auto& slots = states[i].slots();
     if (!members.insert(states[i].member()).second) fail(i, "two of the addresses are of the same server: " + all);
-    const bool fit = !slots.empty() && std::equal(slots.begin(), slots.end(), states[0].slots().begin(), states[0].slots().end()) &&
-                     states[i].member() < states.size() && *std::max_element(slots.begin(), slots.end()) < states.size();
+    const bool fit =
+        !slots.empty() && std::equal(slots.begin(), slots.end(), states[0].slots().begin(), states[0].slots().end()) &&
+        states[i].member() < states.size() && *std::max_element(slots.begin(), slots.end()) < states.size();
     if (!fit) fail(i, "the server " + connections[i]->address() + " has another map of slots than the other servers");
   }
 }

@@ -1,5 +1,5 @@
-// Reads and writes of rows by memory that a client shares with a server of the same host and user: see SegmentRequest in
-// recstore.proto.
+// Reads and writes of rows by memory that a client shares with a server of the same host and user: see SegmentRequest
+// in recstore.proto.
 #pragma once
 
 #include <fcntl.h>
@@ -53,7 +53,8 @@ class Segment {
   // Whether the server is still there. To be called between two calls.
   bool is_alive() const {
     char byte;
-    return recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
+    return recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
+           (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
   }
 
   // Whether arrays of `bytes` bytes fit into the memory together.
@@ -62,7 +63,8 @@ class Segment {
   Outcome pull(const pb::PullHeader& header, Answer& answer, double left_s) {
     begin(left_s);
     const Part& part = answer.part;
-    const auto most = std::max<int64_t>(1, static_cast<int64_t>((size_ - kMessageBytes) / std::max<size_t>(answer.entry_bytes, 8)));
+    const auto most =
+        std::max<int64_t>(1, static_cast<int64_t>((size_ - kMessageBytes) / std::max<size_t>(answer.entry_bytes, 8)));
     int64_t sent = 0;
     do {
       const int64_t first = sent, n = std::min(part.n - first, most);
@@ -79,8 +81,9 @@ class Segment {
         if (made.code != grpc::StatusCode::OK) return made;
         const uint64_t bytes = header.want() == pb::PullHeader::ROWS ? reply.rows() : reply.found();
         if (bytes > size_ - place || bytes > static_cast<uint64_t>(sent - answer.done) * answer.entry_bytes ||
-            !answer.add(memory_ + place, bytes))
+            !answer.add(memory_ + place, bytes)) {
           return unfit();
+        }
         place = std::min<uint64_t>(size_, (place + bytes + 3) / 4 * 4);
       } while (!reply.last());
       if (answer.done != sent) return unfit();
@@ -90,7 +93,8 @@ class Segment {
   }
 
   // The arrays must fit.
-  Outcome write(const pb::WriteHeader& header, const Part& part, const float* rows, int64_t row_bytes, double left_s, uint64_t& deleted) {
+  Outcome write(const pb::WriteHeader& header, const Part& part, const float* rows, int64_t row_bytes, double left_s,
+                uint64_t& deleted) {
     begin(left_s);
     const size_t ids_bytes = static_cast<size_t>(part.n) * 8;
     if (part.n > 0) std::memcpy(memory_, part.ids, ids_bytes);
@@ -129,14 +133,17 @@ class Segment {
         setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &hello, sizeof hello) != 0 ||
         ::connect(socket_, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
         getsockopt(socket_, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != geteuid() ||
-        ::send(socket_, offer.secret().data(), offer.secret().size(), MSG_NOSIGNAL) < 0)
+        ::send(socket_, offer.secret().data(), offer.secret().size(), MSG_NOSIGNAL) < 0) {
       return false;
+    }
     const int file = receive_file();
     if (file < 0) return false;
-    struct stat about {};
+    struct stat about{};
     // Memory that the server could make smaller could end this process by a signal.
-    const bool fixed = fstat(file, &about) == 0 && static_cast<uint64_t>(about.st_size) >= size_ && (fcntl(file, F_GET_SEALS) & F_SEAL_SHRINK) != 0;
-    void* memory = fixed && size_ > kMessageBytes ? mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+    const bool fixed = fstat(file, &about) == 0 && static_cast<uint64_t>(about.st_size) >= size_ &&
+                       (fcntl(file, F_GET_SEALS) & F_SEAL_SHRINK) != 0;
+    void* memory =
+        fixed && size_ > kMessageBytes ? mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
     close(file);
     if (memory == MAP_FAILED) return false;
     memory_ = static_cast<char*>(memory);
@@ -156,7 +163,10 @@ class Segment {
     message.msg_controllen = sizeof control;
     if (recvmsg(socket_, &message, MSG_CMSG_CLOEXEC) <= 0) return -1;
     const cmsghdr* part = CMSG_FIRSTHDR(&message);
-    if (part == nullptr || part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS || part->cmsg_len != CMSG_LEN(sizeof(int))) return -1;
+    if (part == nullptr || part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS ||
+        part->cmsg_len != CMSG_LEN(sizeof(int))) {
+      return -1;
+    }
     int file;
     std::memcpy(&file, CMSG_DATA(part), sizeof file);
     size_ = std::strtoull(text, nullptr, 10);
@@ -171,7 +181,9 @@ class Segment {
   Outcome send(const pb::SegmentRequest& request) {
     const std::string message = request.SerializeAsString();
     // The socket has room: the server has taken the request before.
-    if (::send(socket_, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) return gone(std::strerror(errno));
+    if (::send(socket_, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+      return gone(std::strerror(errno));
+    }
     return {};
   }
 
@@ -193,7 +205,9 @@ class Segment {
     return {static_cast<grpc::StatusCode>(reply.code()), reply.details(), reply.error()};
   }
 
-  static Outcome gone(const std::string& reason) { return {grpc::StatusCode::UNAVAILABLE, "shared memory: " + reason, ""}; }
+  static Outcome gone(const std::string& reason) {
+    return {grpc::StatusCode::UNAVAILABLE, "shared memory: " + reason, ""};
+  }
 
   int socket_ = -1;
   char* memory_ = nullptr;
@@ -203,8 +217,8 @@ class Segment {
   std::vector<char> buffer_;
 };
 
-// The connections of a client to one server by shared memory. A call takes a connection for itself. If there is none, the
-// call goes by gRPC.
+// The connections of a client to one server by shared memory. A call takes a connection for itself. If there is none,
+// the call goes by gRPC.
 class SharedMemory {
  public:
   SharedMemory() { idle_.reserve(kMostConnections); }

@@ -8,7 +8,8 @@ namespace recstore {
 
 class MappedFile;
 
-// A record of a model's file, which is a zip file. The file is mapped for reading, so that all processes share its pages.
+// A record of a model's file, which is a zip file. The file is mapped for reading, so that all processes share its
+// pages.
 struct MappedRecord {
   const char* data = nullptr;
   int64_t bytes = 0;
@@ -19,8 +20,8 @@ struct MappedRecord {
   static MappedRecord named(const std::string& name);
 };
 
-// Throws InvalidArgument if the file has been written since it was mapped: pages that it does not have any more would end
-// the process with SIGBUS, and other pages would have other rows.
+// Throws InvalidArgument if the file has been written since it was mapped: pages that it does not have any more would
+// end the process with SIGBUS, and other pages would have other rows.
 void check_unchanged(const MappedFile& file);
 
 }  // namespace recstore

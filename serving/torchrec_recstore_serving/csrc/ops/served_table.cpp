@@ -20,10 +20,10 @@
 #include <utility>
 #include <vector>
 
-#include "base/buffer_pool.h"
-#include "base/error.h"
 #include "../checksum.h"
 #include "../served_rows.h"
+#include "base/buffer_pool.h"
+#include "base/error.h"
 #include "mapped_file.h"
 #include "server_table.h"
 #include "table_calls.h"
@@ -38,12 +38,14 @@ namespace {
 using at::Tensor;
 
 Tensor checked(const Tensor& tensor, const char* name, at::ScalarType type, int64_t dims) {
-  TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.scalar_type() == type && tensor.dim() == dims, name, " must be ", type, " of ", dims,
-                    " dimension(s) on the CPU");
+  TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.scalar_type() == type && tensor.dim() == dims, name, " must be ",
+                    type, " of ", dims, " dimension(s) on the CPU");
   return tensor.contiguous();
 }
 
-at::ScalarType element_type(const RowLayout& layout) { return layout.format == RowFormat::kFloat32 ? at::kFloat : at::kByte; }
+at::ScalarType element_type(const RowLayout& layout) {
+  return layout.format == RowFormat::kFloat32 ? at::kFloat : at::kByte;
+}
 
 // Rows without values: (n, columns or bytes).
 Tensor empty_rows(const RowLayout& layout, int64_t n, int64_t row_bytes) {
@@ -73,7 +75,8 @@ RowMemory memory_of(const Tensor& rows, bool writable) {
 }
 
 // A tensor of memory that a version keeps.
-Tensor view_of(const std::shared_ptr<const ServedRows>& rows, const void* data, at::IntArrayRef shape, at::ScalarType type) {
+Tensor view_of(const std::shared_ptr<const ServedRows>& rows, const void* data, at::IntArrayRef shape,
+               at::ScalarType type) {
   return at::from_blob(const_cast<void*>(data), shape, [rows](void*) {}, at::TensorOptions(type));
 }
 
@@ -83,7 +86,8 @@ struct Changes {
       : ids(checked(given_ids, "ids", at::kLong, 1)),
         rows(checked(given_rows, "rows", element_type(of.layout()), 2)),
         removed(checked(given_removed, "removed", at::kLong, 1)) {
-    TORCH_CHECK_VALUE(rows.size(0) == ids.numel() && rows.size(1) * static_cast<int64_t>(rows.element_size()) == of.layout().row_bytes,
+    TORCH_CHECK_VALUE(rows.size(0) == ids.numel() &&
+                          rows.size(1) * static_cast<int64_t>(rows.element_size()) == of.layout().row_bytes,
                       "the rows do not fit the ids and the row format");
     given = {ids.const_data_ptr<int64_t>(), static_cast<const char*>(rows.const_data_ptr()), ids.numel(),
              removed.const_data_ptr<int64_t>(), removed.numel()};
@@ -105,20 +109,25 @@ uint64_t checksum_of(const c10::Dict<std::string, Tensor>& tensors) {
     described.push_back(-1);
     described.push_back(static_cast<int64_t>(tensor.scalar_type()));
     described.insert(described.end(), tensor.sizes().begin(), tensor.sizes().end());
-    state = checksum_after(state, reinterpret_cast<const char*>(described.data()), static_cast<int64_t>(described.size() * sizeof(int64_t)));
+    state = checksum_after(state, reinterpret_cast<const char*>(described.data()),
+                           static_cast<int64_t>(described.size() * sizeof(int64_t)));
     const Tensor data = tensor.detach().cpu().contiguous();
     state = checksum_after(state, static_cast<const char*>(data.const_data_ptr()), static_cast<int64_t>(data.nbytes()));
   }
   return state;
 }
 
-Tensor checksum_tensor(const c10::Dict<std::string, Tensor>& tensors) { return at::full({1}, static_cast<int64_t>(checksum_of(tensors)), at::kLong); }
+Tensor checksum_tensor(const c10::Dict<std::string, Tensor>& tensors) {
+  return at::full({1}, static_cast<int64_t>(checksum_of(tensors)), at::kLong);
+}
 
-// The checksum of a file, continued with more of its bytes. state: (1,) int64. data: (N,) uint8. Only the last part of a file
-// may have a size that is no multiple of a block; see checksum.h.
+// The checksum of a file, continued with more of its bytes. state: (1,) int64. data: (N,) uint8. Only the last part of
+// a file may have a size that is no multiple of a block; see checksum.h.
 Tensor checksum_after_bytes(const Tensor& state, const Tensor& data) {
-  TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.dim() == 1 && state.size(0) == 1, "state must be (1,) int64");
-  TORCH_CHECK_VALUE(data.scalar_type() == at::kByte && data.dim() == 1 && data.is_cpu(), "data must be (N,) uint8 on the CPU");
+  TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.dim() == 1 && state.size(0) == 1,
+                    "state must be (1,) int64");
+  TORCH_CHECK_VALUE(data.scalar_type() == at::kByte && data.dim() == 1 && data.is_cpu(),
+                    "data must be (N,) uint8 on the CPU");
   const Tensor bytes = data.contiguous();
   const auto before = static_cast<uint64_t>(state.item<int64_t>());
   const uint64_t after = checksum_after(before, static_cast<const char*>(bytes.const_data_ptr()), bytes.size(0));
@@ -132,8 +141,8 @@ std::string version_of(const c10::Dict<std::string, Tensor>& tensors) {
   return digits;
 }
 
-// The version itself if its index has the entries of its rows alone, and is in memory. Otherwise a copy for which this is
-// so: rows have been removed, a later version shares the index, or the rows are in a file.
+// The version itself if its index has the entries of its rows alone, and is in memory. Otherwise a copy for which this
+// is so: rows have been removed, a later version shares the index, or the rows are in a file.
 std::shared_ptr<const ServedRows> whole(const std::shared_ptr<const ServedRows>& of) {
   {
     std::unique_lock<std::mutex> hold;
@@ -160,11 +169,13 @@ std::shared_ptr<ServedRows> built(const RowLayout& layout, const Tensor& ids, co
 }
 
 // The table whose index and rows are a record of the model's file: see Rows::Saved.
-std::shared_ptr<const ServedRows> mapped_rows(const RowLayout& layout, int64_t slots, uint64_t checksum, uint64_t salt, int64_t home_lines,
-                                              const std::string& name) {
+std::shared_ptr<const ServedRows> mapped_rows(const RowLayout& layout, int64_t slots, uint64_t checksum, uint64_t salt,
+                                              int64_t home_lines, const std::string& name) {
   const MappedRecord record = MappedRecord::named(name);
   const int64_t lines_bytes = IdIndex::bytes_of(home_lines), rows_bytes = slots * layout.stride;
-  if (record.bytes != lines_bytes + rows_bytes) throw InvalidArgument("the rows of the file do not have the size that it states");
+  if (record.bytes != lines_bytes + rows_bytes) {
+    throw InvalidArgument("the rows of the file do not have the size that it states");
+  }
   auto base = std::make_shared<BaseRows>();
   base->layout = layout;
   // The index of base rows never changes.
@@ -177,12 +188,14 @@ std::shared_ptr<const ServedRows> mapped_rows(const RowLayout& layout, int64_t s
 }
 
 struct Rows final : torch::CustomClassHolder {
-  explicit Rows(std::shared_ptr<const ServedRows> given, std::string apart = "") : rows(std::move(given)), record(std::move(apart)) {}
+  explicit Rows(std::shared_ptr<const ServedRows> given, std::string apart = "")
+      : rows(std::move(given)), record(std::move(apart)) {}
   std::shared_ptr<const ServedRows> rows;
-  std::string record;  // the name of the record of the file that has the index and the rows; empty: this object has them
+  // The name of the record of the file that has the index and the rows; empty: this object has them.
+  std::string record;
 
-  // format, dim, slots, checksum, salt, home lines, lines of the index, rows in the order of their slots. If a record has
-  // the lines and the rows: the negative number of home lines, the name of the record, and no rows.
+  // format, dim, slots, checksum, salt, home lines, lines of the index, rows in the order of their slots. If a record
+  // has the lines and the rows: the negative number of home lines, the name of the record, and no rows.
   using Saved = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Tensor, Tensor>;
 
   Saved saved() const {
@@ -209,11 +222,12 @@ struct Rows final : torch::CustomClassHolder {
     } else {
       all = empty_rows(layout, of->slots(), layout.stride);
       for (int64_t slot = 0; slot < of->slots(); ++slot) {
-        std::memcpy(static_cast<char*>(all.data_ptr()) + slot * layout.stride, of->row(slot), static_cast<size_t>(layout.stride));
+        std::memcpy(static_cast<char*>(all.data_ptr()) + slot * layout.stride, of->row(slot),
+                    static_cast<size_t>(layout.stride));
       }
     }
-    return {static_cast<int64_t>(layout.format), layout.dim, of->slots(), static_cast<int64_t>(of->checksum()),
-            static_cast<int64_t>(index.salt()), index.home_lines(), lines, all};
+    return {static_cast<int64_t>(layout.format), layout.dim,         of->slots(), static_cast<int64_t>(of->checksum()),
+            static_cast<int64_t>(index.salt()),  index.home_lines(), lines,       all};
   }
 
   static c10::intrusive_ptr<Rows> loaded(const Saved& saved) {
@@ -221,15 +235,17 @@ struct Rows final : torch::CustomClassHolder {
     const Tensor rows = checked(all, "the rows", all.scalar_type(), 2);
     const RowLayout layout = layout_in_file(format, dim, rows);
     const Tensor index_lines = checked(lines, "the index", at::kByte, 1);
-    const bool fits = slots >= 1 && slots < int64_t{kNoSlot} && rows.size(0) == (home_lines < 0 ? 0 : slots) && home_lines > -int64_t{kNoSlot};
+    const bool fits = slots >= 1 && slots < int64_t{kNoSlot} && rows.size(0) == (home_lines < 0 ? 0 : slots) &&
+                      home_lines > -int64_t{kNoSlot};
     TORCH_CHECK_VALUE(fits, "the rows of the file are damaged");
     if (home_lines < 0) {
-      const std::string name(static_cast<const char*>(index_lines.const_data_ptr()), static_cast<size_t>(index_lines.numel()));
+      const std::string name(static_cast<const char*>(index_lines.const_data_ptr()),
+                             static_cast<size_t>(index_lines.numel()));
       return c10::make_intrusive<Rows>(
           mapped_rows(layout, slots, static_cast<uint64_t>(checksum), static_cast<uint64_t>(salt), -home_lines, name));
     }
-    auto index = std::make_unique<IdIndex>(static_cast<char*>(index_lines.data_ptr()), index_lines.numel(), home_lines, slots - 1,
-                                           static_cast<uint64_t>(salt));
+    auto index = std::make_unique<IdIndex>(static_cast<char*>(index_lines.data_ptr()), index_lines.numel(), home_lines,
+                                           slots - 1, static_cast<uint64_t>(salt));
     return c10::make_intrusive<Rows>(ServedRows::load(layout, std::move(index), std::make_shared<Tensor>(index_lines),
                                                       memory_of(rows, true), slots, static_cast<uint64_t>(checksum)));
   }
@@ -243,8 +259,10 @@ class Table final : public torch::CustomClassHolder {
 
   static c10::intrusive_ptr<Table> made(int64_t format, int64_t dim, const Tensor& ids, const Tensor& rows) {
     const Tensor given = checked_integers(ids), all = checked(rows, "rows", rows.scalar_type(), 2);
-    TORCH_CHECK_VALUE(all.size(0) == given.numel() + 1, "there must be a row for each id, and one for ids without a row");
-    const RowLayout layout = RowLayout::compact(static_cast<RowFormat>(format), dim, layout_of(format, dim, all).row_bytes);
+    TORCH_CHECK_VALUE(all.size(0) == given.numel() + 1,
+                      "there must be a row for each id, and one for ids without a row");
+    const RowLayout layout =
+        RowLayout::compact(static_cast<RowFormat>(format), dim, layout_of(format, dim, all).row_bytes);
     return c10::make_intrusive<Table>(built(layout, given, all));
   }
 
@@ -303,7 +321,8 @@ class Table final : public torch::CustomClassHolder {
   Tensor ids() const {
     const auto entries = rows()->entries();
     Tensor out = at::empty({static_cast<int64_t>(entries.size())}, at::kLong);
-    std::transform(entries.begin(), entries.end(), out.mutable_data_ptr<int64_t>(), [](const auto& entry) { return entry.id; });
+    std::transform(entries.begin(), entries.end(), out.mutable_data_ptr<int64_t>(),
+                   [](const auto& entry) { return entry.id; });
     return out;
   }
 
@@ -327,7 +346,8 @@ class Table final : public torch::CustomClassHolder {
     const Changes changes(*now, ids, rows, removed);
     // The first delta of a model without rows has all of them, which take less time together.
     const bool first = now->slots() == 1 && now->rows() == 0 && changes.removed.numel() == 0;
-    next_ = first ? built(now->layout(), changes.ids, at::cat({missing_row(), changes.rows})) : now->with(changes.given);
+    next_ =
+        first ? built(now->layout(), changes.ids, at::cat({missing_row(), changes.rows})) : now->with(changes.given);
     return static_cast<int64_t>(next_->checksum());
   }
 
@@ -351,8 +371,8 @@ class Table final : public torch::CustomClassHolder {
   c10::intrusive_ptr<Hold> hold() const { return c10::make_intrusive<Hold>(gate_->hold()); }
   c10::intrusive_ptr<Change> change() const { return c10::make_intrusive<Change>(gate_); }
 
-  // Returns the lines of the index and the rows of this version. Files that are written now, until write_within(), have the
-  // version without them, and with the name of a record of the file. The caller adds the record.
+  // Returns the lines of the index and the rows of this version. Files that are written now, until write_within(), have
+  // the version without them, and with the name of a record of the file. The caller adds the record.
   std::vector<Tensor> write_apart(const std::string& record) {
     auto apart = c10::make_intrusive<Rows>(whole(rows()), record);
     const auto saved = apart->with_rows();
@@ -392,12 +412,15 @@ TORCH_LIBRARY(recstore, library) {
   library.def("checksum_after", checksum_after_bytes);
   library.def("version_of", version_of);
   library.class_<Rows>("ServedRows")
-      .def_pickle([](const c10::intrusive_ptr<Rows>& self) { return self->saved(); }, [](const Rows::Saved& saved) { return Rows::loaded(saved); });
+      .def_pickle([](const c10::intrusive_ptr<Rows>& self) { return self->saved(); },
+                  [](const Rows::Saved& saved) { return Rows::loaded(saved); });
   library.class_<Hold>("ServedHold").def("release", &Hold::release);
   library.class_<Change>("ServedChange").def("commit", &Change::commit).def("release", &Change::release);
   define_server_table(library);
   library.class_<Table>("ServedTable")
-      .def(torch::init([](int64_t format, int64_t dim, const Tensor& ids, const Tensor& rows) { return Table::made(format, dim, ids, rows); }))
+      .def(torch::init([](int64_t format, int64_t dim, const Tensor& ids, const Tensor& rows) {
+        return Table::made(format, dim, ids, rows);
+      }))
       .def("lookup", &Table::lookup)
       .def("pooled", &Table::pooled)
       .def("contains", &Table::contains)
@@ -418,8 +441,8 @@ TORCH_LIBRARY(recstore, library) {
       .def("hold", &Table::hold)
       .def("change", &Table::change)
       .def("__obj_flatten__", &Table::flattened)
-      // A copy of a module passes the rows on as they are, and only a file writes them. So a copy takes no time and little
-      // memory, and may be changed while the original answers.
+      // A copy of a module passes the rows on as they are, and only a file writes them. So a copy takes no time and
+      // little memory, and may be changed while the original answers.
       .def_pickle([](const c10::intrusive_ptr<Table>& self) { return self->state(); },
                   [](const c10::intrusive_ptr<Rows>& rows) { return c10::make_intrusive<Table>(rows->rows); });
 }

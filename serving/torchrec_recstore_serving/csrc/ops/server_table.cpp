@@ -23,8 +23,10 @@ class RemoteTable final : public torch::CustomClassHolder {
   // name, dim, data type, servers, whether connections are encrypted
   using Saved = std::tuple<std::string, int64_t, std::string, std::string, bool>;
 
-  explicit RemoteTable(const Saved& saved) : saved_(saved), servers_(RowServers::of(std::get<3>(saved), std::get<4>(saved))) {
-    std::tie(table_.name, table_.dim, table_.dtype) = std::tie(std::get<0>(saved), std::get<1>(saved), std::get<2>(saved));
+  explicit RemoteTable(const Saved& saved)
+      : saved_(saved), servers_(RowServers::of(std::get<3>(saved), std::get<4>(saved))) {
+    std::tie(table_.name, table_.dim, table_.dtype) =
+        std::tie(std::get<0>(saved), std::get<1>(saved), std::get<2>(saved));
     TORCH_CHECK_VALUE(table_.dim > 0 && table_.dim <= int64_t{1} << 24, "dim must be from 1 to 2**24");
   }
 
@@ -83,9 +85,10 @@ class RemoteTable final : public torch::CustomClassHolder {
 
 void define_server_table(torch::Library& library) {
   library.class_<RemoteTable>("ServerTable")
-      .def(torch::init([](const std::string& name, int64_t dim, const std::string& dtype, const std::string& servers, bool tls) {
-        return c10::make_intrusive<RemoteTable>(RemoteTable::Saved{name, dim, dtype, servers, tls});
-      }))
+      .def(torch::init(
+          [](const std::string& name, int64_t dim, const std::string& dtype, const std::string& servers, bool tls) {
+            return c10::make_intrusive<RemoteTable>(RemoteTable::Saved{name, dim, dtype, servers, tls});
+          }))
       .def("lookup", &RemoteTable::lookup)
       .def("pooled", &RemoteTable::pooled)
       .def("contains", &RemoteTable::contains)

@@ -8,22 +8,24 @@
 #include <optional>
 #include <utility>
 
-#include "base/buffer_pool.h"
 #include "../gate.h"
+#include "base/buffer_pool.h"
 
 namespace recstore {
 
 using at::Tensor;
 
 inline Tensor checked_integers(const Tensor& values, const char* name = "values") {
-  TORCH_CHECK_VALUE(values.device().is_cpu() && values.dim() == 1 && at::isIntegralType(values.scalar_type(), /*includeBool=*/false), name,
-                    " must be integers of shape (N,)");
+  TORCH_CHECK_VALUE(
+      values.device().is_cpu() && values.dim() == 1 && at::isIntegralType(values.scalar_type(), /*includeBool=*/false),
+      name, " must be integers of shape (N,)");
   return values.to(at::kLong).contiguous();
 }
 
 // An output, in memory that is used again when nothing refers to it.
 inline Tensor output(int64_t n, int64_t dim) {
-  auto buffer = std::make_shared<BufferPool::Buffer>(BufferPool::instance().take(tensor_bytes({n, dim}, sizeof(float))));
+  auto buffer =
+      std::make_shared<BufferPool::Buffer>(BufferPool::instance().take(tensor_bytes({n, dim}, sizeof(float))));
   void* data = buffer->data();
   return at::from_blob(data, {n, dim}, [buffer](void*) {}, at::TensorOptions(at::kFloat));
 }
@@ -39,13 +41,15 @@ class Bags {
     const auto* size = sizes.const_data_ptr<int64_t>();
     bounds[0] = 0;
     for (int64_t b = 0; b < bags; ++b) {
-      TORCH_CHECK_VALUE(size[b] >= 0 && size[b] <= ids_.numel() - bounds[b], "lengths must not be negative and add up to the number of values");
+      TORCH_CHECK_VALUE(size[b] >= 0 && size[b] <= ids_.numel() - bounds[b],
+                        "lengths must not be negative and add up to the number of values");
       bounds[b + 1] = bounds[b] + size[b];
     }
     TORCH_CHECK_VALUE(bounds[bags] == ids_.numel(), "lengths must not be negative and add up to the number of values");
     if (!weights.has_value()) return;
     weights_ = weights->to(at::kFloat).contiguous();
-    TORCH_CHECK_VALUE(weights_.dim() == 1 && weights_.numel() == ids_.numel(), "weights must be a number for each value");
+    TORCH_CHECK_VALUE(weights_.dim() == 1 && weights_.numel() == ids_.numel(),
+                      "weights must be a number for each value");
   }
   int64_t count() const { return offsets_.numel() - 1; }
   int64_t ids() const { return ids_.numel(); }
