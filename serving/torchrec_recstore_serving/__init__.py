@@ -39,7 +39,7 @@ _MODULES = {
     "Follower": "publish.follower",
     "FollowerState": "publish.follower_state",
     "Retrieval": "retrieval.retrieval",
-    "described": "export.delta",
+    "described": "export.description",
     "export_checkpoint": "export.from_checkpoint",
     "export_checkpoint_delta": "export.from_checkpoint",
     "export_delta": "export.from_model",

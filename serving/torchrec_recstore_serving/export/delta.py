@@ -4,13 +4,10 @@ model applies while it runs.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -18,11 +15,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from torchrec_recstore.checkpoint.files import whole_file
-from torchrec_recstore.encoding import not_known
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore_serving.export.changed_rows import ChangedRows
-from torchrec_recstore_serving.export.native_library import load_library
-from torchrec_recstore_serving.export.row_formats import FORMATS, packed
+from torchrec_recstore_serving.export.opening import is_hashed
+from torchrec_recstore_serving.export.row_formats import packed
 from torchrec_recstore_serving.export.scriptable_modules import (
     dense_tensors,
     served_tables,
@@ -40,8 +36,10 @@ from torchrec_recstore_serving.export.verification import (
     kind_of,
     scripted_function,
     sign,
-    verify,
 )
+
+# Attributes of served modules that each publication has anew.
+_OF_PUBLICATIONS = ("training", "version", "attributes")
 
 
 @dataclass(frozen=True)
@@ -125,121 +123,11 @@ def checked_delta(
     return tensors
 
 
-def open_base(
-    base: str | Path | torch.jit.ScriptModule, key: Key | None = None
-) -> torch.jit.ScriptModule:
-    """Checks a served model and returns it.
-
-    A path is loaded first, if it is signed with the key.
-
-    Raises:
-        ValueError: The model was not exported by this package, is damaged, or is of
-            another format.
-        OSError: There is no such file.
-    """
-    if not isinstance(base, torch.jit.ScriptModule):
-        if not Path(base).is_file():
-            raise FileNotFoundError(f"there is no exported model at {base}")
-        if key is None:
-            verify(base)
-            return load_export(base)
-        with tempfile.TemporaryDirectory(prefix="recstore-base-") as folder:
-            return load_export(private_copy(Path(base), Path(folder), str(base), key))
-    _check_served(base, "base")
-    # A check would read all rows of a model with a hash index. Its version follows from
-    # the changed rows of each delta.
-    if not is_hashed(base):
-        try:
-            base.verify()
-        except torch.jit.Error as error:
-            raise ValueError(
-                f"base cannot be used: {str(error).strip().splitlines()[-1]}"
-            ) from error
-    return base
-
-
-def private_copy(
-    path: Path,
-    folder: Path,
-    name: str,
-    key: Key | None,
-    on_block: Callable[[], object] = lambda: None,
-) -> Path:
-    """Copies a file into a folder of this process, and checks the copy: nobody can
-    change it afterwards.
-
-    Returns:
-        The path of the copy.
-
-    Raises:
-        OSError, ValueError: See :func:`verify`.
-    """
-    copy = folder / path.name
-    with path.open("rb") as source, copy.open("w+b") as file:
-        while block := source.read(1 << 24):
-            file.write(block)
-            on_block()
-        file.flush()
-        check_file(file, name, key, on_block)
-    return copy
-
-
-def load_libraries() -> None:
-    """Loads the libraries that served models may need.
-
-    A thread that loads models is started after this call.
-    """
-    with suppress(ImportError):  # Models with a sorted index load without the library.
-        load_library()
-    with suppress(ImportError):  # Models with float32 rows load without FBGEMM.
-        import fbgemm_gpu  # noqa: F401  (registers the ops of quantised rows)
-
-
-def load_export(path: str | Path) -> torch.jit.ScriptModule:
-    """Loads a served model from a file that :func:`verify` has passed.
-
-    Raises:
-        ValueError: The model was not exported by this package.
-    """
-    load_libraries()
-    try:
-        served = torch.jit.load(path)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        cause = str(error).strip().splitlines() or [""]
-        raise ValueError(
-            f"{path} cannot be loaded as an exported model: {cause[0]}"
-        ) from error
-    assert isinstance(served, torch.jit.ScriptModule)
-    _check_served(served, str(path))
-    return served
-
-
-def _check_served(model: torch.jit.ScriptModule, what: str) -> None:
-    if not hasattr(model, "recstore_format"):
-        raise ValueError(
-            f"{what} is not a model that export_for_inference or export_checkpoint has"
-            " written"
-        )
-    if model.recstore_format() != FORMAT:
-        raise ValueError(not_known(f"{what} has the format {model.recstore_format()}"))
-
-
-def is_hashed(base: torch.jit.ScriptModule) -> bool:
-    """Returns whether a served model searches ids with a hash index."""
-    return hasattr(base, "recstore_hold")
-
-
-def dtype_of(base: torch.jit.ScriptModule) -> torch.dtype:
-    """Returns the data type in which a served model's rows were exported."""
-    name = base.recstore_row_format()
-    return next(dtype for dtype, known in FORMATS.items() if known == name)
-
-
 def write_delta(
     served: nn.Module,
     base: torch.jit.ScriptModule,
     path: Path,
-    changes: Sequence[ChangedRows] | None = None,
+    changes: Mapping[str, ChangedRows] | None = None,
     key: Key | None = None,
 ) -> DeltaInfo:
     """Writes the differences between two served models into a file.
@@ -248,9 +136,9 @@ def write_delta(
         served: The model as it is now, in the row format of ``base``.
         base: The earlier export.
         path: The file. It is written completely or not at all.
-        changes: The rows that have changed, if ``served`` has one row in each table,
-            whose id is the position of the table's changes in this list. Default: None,
-            all rows of ``served`` are compared with those of ``base``.
+        changes: The rows that have changed, by the path of the table in ``served``,
+            whose RecStore tables are empty. Default: None, all rows of ``served`` are
+            compared with those of ``base``.
         key: The key with which the file is signed. Default: None, no signature.
 
     Returns:
@@ -261,60 +149,81 @@ def write_delta(
             difference.
         OSError: The file cannot be written.
     """
-    tables = {table.name: table for _, table in served_tables(served)}
+    tables = {table.name: (path, table) for path, table in served_tables(served)}
     if sorted(tables) != sorted(base.recstore_tables()):
         raise ValueError(
             f"the model has the tables {sorted(tables)}, base has"
             f" {sorted(base.recstore_tables())}"
         )
     check_attributes(served, base)
-    there = served_on_servers(served)
-    for name in sorted(there.keys() ^ served_on_servers(base).keys()):
+    on_servers = served_on_servers(served)
+    for name in sorted(on_servers.keys() ^ served_on_servers(base).keys()):
         raise ValueError(
             f"table {name!r} is on servers only in"
-            f" {'the model' if name in there else 'base'}: export anew"
+            f" {'the model' if name in on_servers else 'base'}: export anew"
         )
     tensors: dict[str, Tensor] = {}
-    found = {}
-    for name, table in tables.items():
-        if name in there:  # the servers have the changes
+    changed_tables: dict[str, DeltaTable] = {}
+    for name, (path_of_table, table) in tables.items():
+        if name in on_servers:  # the servers have the changes
             continue
+        assert isinstance(table, ServedTable)
         if changes is not None and table.has_ids:
-            ids, rows, removed = _known_changes(
-                table, changes[int(table.raw_ids())], base
-            )
+            change = _known_change(table, changes[path_of_table], base)
         else:
-            ids, rows, removed = _changes(
-                table, base.recstore_ids(name), base.recstore_rows(name)
-            )
-        if len(ids) or len(removed):
-            tensors |= {
-                f"{name}/ids": ids,
-                f"{name}/rows": rows,
-                f"{name}/removed": removed,
-            }
-        found[name] = DeltaTable(len(ids), len(removed))
-    dense = {}
-    for name, tensor in dense_tensors(served, every_path=is_hashed(base)).items():
-        before = tensor_at(base, name)
-        if before is not None and not _same_bits(tensor, before):
-            if (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
-                raise ValueError(
-                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
-                    f"and {before.dtype} of shape {tuple(before.shape)} in base"
-                )
-            # safetensors accepts no tensors that share memory, as a tensor with several
-            # names does.
-            dense[f"dense/{name}"] = tensor.clone(memory_format=torch.contiguous_format)
-    after = (
-        base.recstore_version_after(tensors | dense)
-        if is_hashed(base)
-        else version_of(served, base)
+            change = _change(table, base)
+        if len(change.ids) or len(change.removed):
+            tensors[f"{name}/ids"] = change.ids
+            tensors[f"{name}/rows"] = change.rows
+            tensors[f"{name}/removed"] = change.removed
+        changed_tables[name] = DeltaTable(len(change.ids), len(change.removed))
+    dense = _changed_dense_tensors(served, base)
+    tensors |= {f"dense/{name}": tensor for name, tensor in dense.items()}
+    base_version = base.recstore_version()
+    version = _version_after(tensors, served, base)
+    write_tensors(tensors, base_version, version, path, key)
+    return DeltaInfo(
+        path=path,
+        bytes=path.stat().st_size,
+        base=base_version,
+        version=version,
+        tables=changed_tables,
+        dense=tuple(dense),
     )
-    versions = base.recstore_version(), after
-    write_tensors(tensors | dense, *versions, path, key)
-    names = tuple(name.removeprefix("dense/") for name in dense)
-    return DeltaInfo(path, path.stat().st_size, *versions, found, names)
+
+
+def _version_after(
+    delta: dict[str, Tensor], served: nn.Module, base: torch.jit.ScriptModule
+) -> str:
+    """Returns the version of a model after a delta from ``base`` to it.
+
+    A model with a hash index computes it from the changed rows only.
+    """
+    if is_hashed(base):
+        return str(base.recstore_version_after(delta))
+    return version_of(served, base)
+
+
+def _changed_dense_tensors(
+    served: nn.Module, base: torch.jit.ScriptModule
+) -> dict[str, Tensor]:
+    """Returns the tensors outside the tables whose bits differ from those of ``base``,
+    by name.
+    """
+    changed: dict[str, Tensor] = {}
+    for name, tensor in dense_tensors(served, every_path=is_hashed(base)).items():
+        old = tensor_at(base, name)
+        if old is None or _same_bits(tensor, old):
+            continue
+        if (tensor.shape, tensor.dtype) != (old.shape, old.dtype):
+            raise ValueError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                f"and {old.dtype} of shape {tuple(old.shape)} in base"
+            )
+        # safetensors accepts no tensors that share memory, as a tensor with several
+        # names does.
+        changed[name] = tensor.clone(memory_format=torch.contiguous_format)
+    return changed
 
 
 def check_attributes(served: nn.Module, base: torch.jit.ScriptModule) -> None:
@@ -323,35 +232,51 @@ def check_attributes(served: nn.Module, base: torch.jit.ScriptModule) -> None:
     A delta cannot change numbers, strings and lists, and the outputs may depend on
     them.
     """
-    modules = dict(base.named_modules())
+    base_modules = dict(base.named_modules())
     for path, module in served.named_modules():
         for name, value in vars(module).items():
-            if name in ("training", "version", "attributes") or not isinstance(
-                value, int | float | str | list
-            ):
+            if name in _OF_PUBLICATIONS or not _is_plain(value):
                 continue
-            if isinstance(value, list) and any(
-                isinstance(part, Tensor) for part in value
-            ):
-                # such as the weights of a recurrent layer, which are dense tensors
-                continue
-            before = getattr(modules.get(path), name, None)
-            if isinstance(before, int | float | str | list) and repr(before) != repr(
-                value
-            ):
-                where = f"{path}.{name}" if path else name
+            old_value = getattr(base_modules.get(path), name, None)
+            is_comparable = isinstance(old_value, int | float | str | list)
+            if is_comparable and repr(old_value) != repr(value):
+                full_name = f"{path}.{name}" if path else name
                 raise ValueError(
-                    f"{where} is {value!r}, and {before!r} in base: export the model"
-                    " anew, without a delta"
+                    f"{full_name} is {value!r}, and {old_value!r} in base: export the"
+                    " model anew, without a delta"
                 )
 
 
-def _changes(
-    table: ServedTable, old_ids: Tensor, old_rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the ids of the rows that are new or have changed, these rows, and the ids
-    that no longer have a row.
+def _is_plain(value: object) -> bool:
+    """Returns whether a value is a number, a string or a list.
+
+    A list of tensors, such as the weights of a recurrent layer, is not: these are dense
+    tensors.
     """
+    if isinstance(value, list):
+        return not any(isinstance(part, Tensor) for part in value)
+    return isinstance(value, int | float | str)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The change of one table.
+
+    Args:
+        ids: (N,) int64. The ids of the rows that are new or have changed.
+        rows: (N, ...). These rows in the row format.
+        removed: (M,) int64. The ids that no longer have a row.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    removed: Tensor
+
+
+def _change(table: ServedTable, base: torch.jit.ScriptModule) -> _Change:
+    """Compares all rows of a table with those of ``base``."""
+    old_ids: Tensor = base.recstore_ids(table.name)
+    old_rows: Tensor = base.recstore_rows(table.name)
     rows = table.rows
     if rows.shape[1] != old_rows.shape[1] or rows.dtype != old_rows.dtype:
         raise ValueError(f"table {table.name!r} has another dim or data type in base")
@@ -362,25 +287,22 @@ def _changes(
                 " table in base"
             )
         changed = _differ(rows, old_rows).nonzero().squeeze(1)
-        return changed, rows[changed], torch.empty(0, dtype=torch.int64)
+        return _Change(changed, rows[changed], torch.empty(0, dtype=torch.int64))
+    _check_missing_row(table, old_rows[:1])
     ids = table.raw_ids()
-    if bool(_differ(rows[:1], old_rows[:1])):
-        raise ValueError(
-            f"table {table.name!r}: ids without a row read as other values in base"
-        )
-    known = among(ids, old_ids)
-    changed_too = torch.ones_like(known)
-    changed_too[known] = _differ(
-        rows[1:][known], old_rows[1:][torch.searchsorted(old_ids, ids[known])]
-    )
-    places = changed_too.nonzero().squeeze(1)
-    return ids[places], rows[1:][places], old_ids[~among(old_ids, ids)]
+    in_base = among(ids, old_ids)
+    old_positions = torch.searchsorted(old_ids, ids[in_base])
+    is_changed = torch.ones_like(in_base)
+    is_changed[in_base] = _differ(rows[1:][in_base], old_rows[1:][old_positions])
+    positions = is_changed.nonzero().squeeze(1)
+    removed = old_ids[~among(old_ids, ids)]
+    return _Change(ids[positions], rows[1:][positions], removed)
 
 
-def _known_changes(
+def _known_change(
     table: ServedTable, changed: ChangedRows, base: torch.jit.ScriptModule
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the result of :func:`_changes` for rows that may have changed.
+) -> _Change:
+    """Compares the rows that may have changed with those of ``base``.
 
     It reads no other rows of ``base``.
     """
@@ -391,36 +313,45 @@ def _known_changes(
             " tables in base"
         )
     # The same for each path of a table that the model has at several paths.
-    rows, known, missing = found[:3]
-    now = changed.rows
-    if now.dtype == torch.float32:  # The training thread does not wait for this.
-        now = packed(table.name, now, base.recstore_row_format())
-    if now.shape != rows.shape or now.dtype != rows.dtype:
+    old_rows, in_base, old_missing = found[:3]
+    rows = changed.rows
+    if rows.dtype == torch.float32:  # The training thread does not wait for this.
+        rows = packed(table.name, rows, base.recstore_row_format())
+    if rows.shape != old_rows.shape or rows.dtype != old_rows.dtype:
         raise ValueError(f"table {table.name!r} has another dim or data type in base")
-    if bool(_differ(table.rows[:1], missing)):
+    _check_missing_row(table, old_missing)
+    is_changed = ~in_base | _differ(rows, old_rows)
+    positions = is_changed.nonzero().squeeze(1)
+    _, left_in_base, _ = base.recstore_rows_of(table.name, changed.left)[:3]
+    return _Change(changed.ids[positions], rows[positions], changed.left[left_in_base])
+
+
+def _check_missing_row(table: ServedTable, old_missing: Tensor) -> None:
+    """Refuses a table whose row for ids without a row is not that of ``base``, because
+    a delta cannot change it.
+    """
+    if bool(_differ(table.rows[:1], old_missing)):
         raise ValueError(
             f"table {table.name!r}: ids without a row read as other values in base"
         )
-    places = (~known | _differ(now, rows)).nonzero().squeeze(1)
-    removed = changed.left[base.recstore_rows_of(table.name, changed.left)[1]]
-    return changed.ids[places], now[places], removed
 
 
-def _differ(rows: Tensor, others: Tensor) -> Tensor:
+def _differ(rows: Tensor, old_rows: Tensor) -> Tensor:
     """Returns whether each row differs in any bit: (N,) bool."""
     if rows.dtype == torch.float32:
-        rows, others = (
-            rows.contiguous().view(torch.int32),
-            others.contiguous().view(torch.int32),
-        )
-    return (rows != others).any(1)
+        rows = rows.contiguous().view(torch.int32)
+        old_rows = old_rows.contiguous().view(torch.int32)
+    return (rows != old_rows).any(1)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    pair = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*pair)
+    return torch.equal(_bytes_of(tensor), _bytes_of(other))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def write_tensors(
@@ -447,97 +378,3 @@ def write_tensors(
         raise OSError(
             f"{path} cannot be written: {getattr(error, 'strerror', None) or error}"
         ) from error
-
-
-def described(path: Path) -> dict[str, Any]:
-    """Describes an exported model, a package or a delta, in values that ``json`` can
-    write.
-
-    The file is not verified: see :func:`torchrec_recstore.inference.verify`.
-
-    Args:
-        path: The file.
-
-    Returns:
-        For both kinds: ``path``, ``kind`` (``"export"`` or ``"delta"``), ``format``,
-        ``version``, ``tables`` by name, ``dense`` (the names of the other parameters
-        and buffers) and ``bytes``. For an exported model also ``index`` (``"sorted"``
-        or ``"hash"``) and ``dtype``, the data type of the rows. For a delta also
-        ``base``, the version to which it can be applied. For a package with a checksum
-        only ``path``, ``kind`` (``"package"``), ``format`` and ``bytes``.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is neither an exported model nor a delta, or it is damaged.
-    """
-    kind = kind_of(path)
-    if kind == "package":
-        return {
-            "path": str(path),
-            "kind": kind,
-            "format": FORMAT,
-            "bytes": path.stat().st_size,
-        }
-    return _delta(path) if kind == "delta" else _export(path)
-
-
-def _export(path: Path) -> dict[str, Any]:
-    served = load_export(path)
-    modules = {
-        path: module
-        for path, module in served.named_modules()
-        if hasattr(module, "has_ids")
-    }
-    of_tables = {
-        f"{path}.{kind}".lstrip(".") for path in modules for kind in ("ids", "rows")
-    }
-    tables = {
-        table.name: {
-            "rows": table.row_count(),
-            "dim": table.dim,
-            "bytes": table.size_bytes(),
-        }
-        for table in modules.values()
-    }
-    return {
-        "path": str(path),
-        "kind": "export",
-        "format": FORMAT,
-        "version": served.recstore_version(),
-        "index": "hash" if is_hashed(served) else "sorted",
-        "dtype": served.recstore_row_format(),
-        "tables": tables,
-        "dense": sorted(served.state_dict().keys() - of_tables),
-        "bytes": path.stat().st_size,
-    }
-
-
-def _delta(path: Path) -> dict[str, Any]:
-    try:
-        tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
-        base, version = (
-            bytes(tensors[key].tolist()).decode() for key in ("base", "version")
-        )
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{path} is not a delta, or it is damaged: {error}") from error
-    names = sorted(
-        key.removesuffix("/removed") for key in tensors if key.endswith("/removed")
-    )
-    return {
-        "path": str(path),
-        "kind": "delta",
-        "format": FORMAT,
-        "version": version,
-        "base": base,
-        "tables": {
-            name: {
-                "rows": len(tensors[f"{name}/ids"]),
-                "removed": len(tensors[f"{name}/removed"]),
-            }
-            for name in names
-        },
-        "dense": sorted(
-            key.removeprefix("dense/") for key in tensors if key.startswith("dense/")
-        ),
-        "bytes": path.stat().st_size,
-    }

@@ -18,17 +18,14 @@ from torchrec_recstore.checkpoint.fold import FoldedTable, check_files
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_chain
 from torchrec_recstore.options import default_initializer
 from torchrec_recstore.store import Part, Parts
-from torchrec_recstore_serving.export.delta import (
-    DeltaInfo,
-    dtype_of,
-    open_base,
-    write_delta,
-)
+from torchrec_recstore_serving.export.delta import DeltaInfo, write_delta
 from torchrec_recstore_serving.export.hashed_tables import (
     check_index,
     hashed,
     mapped_tables,
 )
+from torchrec_recstore_serving.export.model_table import ModelTable
+from torchrec_recstore_serving.export.opening import dtype_of, open_base
 from torchrec_recstore_serving.export.row_formats import check_dim, check_dtype, packed
 from torchrec_recstore_serving.export.selection import (
     aged,
@@ -42,7 +39,6 @@ from torchrec_recstore_serving.export.selection import (
 )
 from torchrec_recstore_serving.export.signing import key_at
 from torchrec_recstore_serving.export.sorted_tables import (
-    ServedTable,
     ServedTables,
     served_table,
 )
@@ -162,7 +158,7 @@ def export_checkpoint(
         hashed(served)
     script = scripted(served)
     save_script(script, output, signing, mapped_tables(served, rows))
-    every: list[ServedTable] = list(served.tables)  # type: ignore[arg-type]
+    every: list[ModelTable] = list(served.tables)  # type: ignore[arg-type]
     infos = {
         table.name: ExportedTable(
             rows=table.row_count(),

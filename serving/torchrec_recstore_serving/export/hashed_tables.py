@@ -4,26 +4,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from torchrec_recstore_serving.export.model_table import TableWithRows
 from torchrec_recstore_serving.export.native_library import load_library
 from torchrec_recstore_serving.export.row_formats import TYPE_NUMBERS
 from torchrec_recstore_serving.export.sorted_tables import ServedTable
 
 
-class HashedTable(ServedTable):
+class HashedTable(TableWithRows):
     """A served table whose ids and rows are in an object of the native library, in any
     row format.
 
     A copy of a scripted module shares the rows with the original, and takes little time
-    and memory. The copy may be changed while other threads call the original. See
-    :class:`ServedTable`; the methods are the same.
+    and memory. The copy may be changed while other threads call the original.
 
     Args:
         name: The table's name.
         dim: The number of columns.
-        row_format: A name in :data:`torchrec_recstore_serving.export.row_formats.FORMATS`.
+        row_format: A name in
+            :data:`torchrec_recstore_serving.export.row_formats.FORMATS`.
         ids: (R,) int64. The ids, without duplicates.
         rows: (R + 1, ...). The rows in the row format, after a first row for ids
             without a row.
@@ -32,71 +35,58 @@ class HashedTable(ServedTable):
     def __init__(
         self, name: str, dim: int, row_format: str, ids: Tensor, rows: Tensor
     ) -> None:
-        nn.Module.__init__(self)
         load_library()
-        self.name = name
-        self.dim = dim
-        self.row_format = row_format
-        self.has_ids = True
-        self.version = ""
-        self.attributes = ""
+        super().__init__(name, dim, row_format, has_ids=True)
         self.native = torch.classes.recstore.ServedTable(
             TYPE_NUMBERS.get(row_format, 0), dim, ids.contiguous(), rows.contiguous()
         )
 
     def has_rows(self, values: Tensor) -> Tensor:
-        """Returns whether each of (N,) raw ids has a row: (N,) bool."""
+        """See :meth:`ModelTable.has_rows`."""
         return self.native.contains(values)  # type: ignore[no-any-return]
 
     def lookup(self, values: Tensor) -> Tensor:
-        """Returns the rows of (N,) raw ids: (N, dim) float32."""
+        """See :meth:`ModelTable.lookup`."""
         return self.native.lookup(values)  # type: ignore[no-any-return]
 
     def pooled(
         self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
     ) -> Tensor:
-        """Pools the rows of bags of ids.
-
-        See :meth:`ServedTable.pooled`; the arguments are the same.
-        """
+        """See :meth:`ModelTable.pooled`."""
         return self.native.pooled(values, lengths, weights, mean)  # type: ignore[no-any-return]
 
     @torch.jit.export
     def raw_ids(self) -> Tensor:
-        """Returns the ids in ascending order: (R,) int64."""
+        """See :meth:`TableWithRows.raw_ids`."""
         return self.native.ids()  # type: ignore[no-any-return]
 
     @torch.jit.export
     def stored_rows(self) -> Tensor:
-        """Returns the rows in the row format, in the order of their ids, after the row
-        for ids without a row.
-        """
-        return torch.cat(
-            [self.native.missing_row(), self.native.stored(self.native.ids())]
-        )
+        """See :meth:`TableWithRows.stored_rows`."""
+        rows = self.native.stored(self.native.ids())
+        return torch.cat([self.native.missing_row(), rows])
 
     @torch.jit.export
     def row_like(self) -> Tensor:
-        """Returns the row for ids without a row: (1, ...) in the row format."""
+        """See :meth:`TableWithRows.row_like`."""
         return self.native.missing_row()  # type: ignore[no-any-return]
 
     @torch.jit.export
     def row_count(self) -> int:
-        """Returns the number of rows, without the row for ids without a row."""
+        """See :meth:`ModelTable.row_count`."""
         return self.native.count()  # type: ignore[no-any-return]
 
     @torch.jit.export
     def size_bytes(self) -> int:
-        """Returns the size of the index and the rows in bytes."""
+        """See :meth:`ModelTable.size_bytes`. The size of the index counts, too."""
         return self.native.bytes()  # type: ignore[no-any-return]
 
     @torch.jit.export
     def give_rows_of(self, table: str, values: Tensor, found: list[Tensor]) -> None:
-        """Appends to ``found``, if this table has the name ``table``: the rows of ids
-        in the row format, and (N,) bool.
+        """Appends three tensors to ``found``, if this table has the name ``table``.
 
-        The second tensor says which of the ids have a row. The third tensor is the row
-        for ids without a row.
+        They are the rows of the ids in the row format, whether each id has a row, (N,)
+        bool, and the row for ids without a row.
         """
         if table == self.name:
             found.append(self.native.stored(values))
@@ -105,21 +95,17 @@ class HashedTable(ServedTable):
 
     @torch.jit.export
     def give_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Adds the checksum of the rows in memory to ``tensors``, with the name that
-        the version is computed with.
+        """See :meth:`ModelTable.give_tensors`. The tensor is the checksum of the rows
+        in memory.
         """
-        tensors[self.name + "/checksum"] = torch.tensor(
-            [self.native.recomputed_checksum()]
-        )
+        checksum = self.native.recomputed_checksum()
+        tensors[self.name + "/checksum"] = torch.tensor([checksum])
 
     @torch.jit.export
     def give_tensors_after(
         self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
     ) -> None:
-        """Adds the checksum of the rows after a delta to ``tensors``.
-
-        See :meth:`give_tensors`.
-        """
+        """See :meth:`ModelTable.give_tensors_after`."""
         checksum: int = self.native.checksum()
         if self.name + "/ids" in delta:
             checksum = self.native.checksum_after(
@@ -152,24 +138,25 @@ class HashedTable(ServedTable):
     ) -> None:
         """Changes the rows to those that :meth:`prepare_delta` has made.
 
-        The other arguments are not used.
+        The arguments are not used.
         """
         self.native.commit()
 
     @torch.jit.export
     def end_delta(self) -> None:
-        """Frees what only the rows before :meth:`take_delta` need."""
+        """See :meth:`ModelTable.end_delta`."""
         self.native.end()
 
     @torch.jit.export
     def replace_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
-        """Inserts or replaces rows, and removes other rows.
-
-        See :meth:`ServedTable.replace_rows`.
-        """
+        """See :meth:`TableWithRows.replace_rows`."""
         self.native.prepare(ids, rows, removed)
         self.native.commit()
         self.native.end()
+
+
+_INDEXES = ("sorted", "hash")
+_PLACES_OF_ROWS = ("memory", "mapped", "servers")
 
 
 def check_index(index: str, rows: str = "memory") -> None:
@@ -179,20 +166,8 @@ def check_index(index: str, rows: str = "memory") -> None:
     Raises:
         TypeError, ValueError, ImportError: ``index`` or ``rows`` cannot be used.
     """
-    of_rows = ("memory", "mapped", "servers")
-    for name, value, values in (
-        ("index", index, ("sorted", "hash")),
-        ("rows", rows, of_rows),
-    ):
-        accepted = (
-            f"{name} must be "
-            + ", ".join(f'"{each}"' for each in values[:-1])
-            + f' or "{values[-1]}"'
-        )
-        if not isinstance(value, str):
-            raise TypeError(f"{accepted}, got {type(value).__name__}")
-        if value not in values:
-            raise ValueError(f"{accepted}, got {value!r}")
+    _check_choice("index", index, _INDEXES)
+    _check_choice("rows", rows, _PLACES_OF_ROWS)
     if rows == "mapped" and index != "hash":
         raise ValueError(
             'rows="mapped" needs index="hash": the library of the hash index maps the'
@@ -207,15 +182,22 @@ def check_index(index: str, rows: str = "memory") -> None:
         load_library()
 
 
+def _check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
+    *first_choices, last_choice = [f'"{choice}"' for choice in choices]
+    accepted = f"{argument} must be {', '.join(first_choices)} or {last_choice}"
+    if not isinstance(value, str):
+        raise TypeError(f"{accepted}, got {type(value).__name__}")
+    if value not in choices:
+        raise ValueError(f"{accepted}, got {value!r}")
+
+
 def mapped_tables(model: nn.Module, rows: str) -> list[HashedTable]:
     """Returns the tables of a served model whose rows a process maps from the model's
     file.
     """
-    return [
-        module
-        for module in model.modules()
-        if rows == "mapped" and isinstance(module, HashedTable)
-    ]
+    if rows != "mapped":
+        return []
+    return [module for module in model.modules() if isinstance(module, HashedTable)]
 
 
 def hashed(model: nn.Module) -> nn.Module:
@@ -226,21 +208,18 @@ def hashed(model: nn.Module) -> nn.Module:
         model: The model. It is changed and returned. TorchRec's own tables, in which
             row i is id i, stay as they are.
     """
-    made: dict[int, HashedTable] = {}
+    hashed_tables: dict[int, HashedTable] = {}
     for module in list(model.modules()):
-        for name, child in list(module._modules.items()):
-            if (
-                isinstance(child, ServedTable)
-                and child.has_ids
-                and not isinstance(child, HashedTable)
-            ):
-                if id(child) not in made:
-                    made[id(child)] = HashedTable(
-                        child.name,
-                        child.dim,
-                        child.row_format,
-                        child.raw_ids(),
-                        child.rows,
-                    )
-                module._modules[name] = made[id(child)]
+        for name, table in list(module._modules.items()):
+            if not isinstance(table, ServedTable) or not table.has_ids:
+                continue
+            if id(table) not in hashed_tables:
+                hashed_tables[id(table)] = HashedTable(
+                    table.name,
+                    table.dim,
+                    table.row_format,
+                    table.raw_ids(),
+                    table.rows,
+                )
+            module._modules[name] = hashed_tables[id(table)]
     return model

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchrec_recstore.checkpoint.files import whole_file
-from torchrec_recstore_serving.export.delta import private_copy
+from torchrec_recstore_serving.export.opening import private_copy
 from torchrec_recstore_serving.export.signing import key_at
 from torchrec_recstore_serving.export.verification import (
     kind_of,

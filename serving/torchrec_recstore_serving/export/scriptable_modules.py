@@ -28,8 +28,8 @@ from torchrec_recstore_serving.export.eager_modules import (
     stored_rows,
 )
 from torchrec_recstore_serving.export.hashed_tables import check_index, hashed
+from torchrec_recstore_serving.export.model_table import ModelTable
 from torchrec_recstore_serving.export.sorted_tables import (
-    ServedTable,
     check_lengths,
     integers,
     served_table,
@@ -43,7 +43,7 @@ from torchrec_recstore_serving.export.verification import (
 
 def served_tables(
     model: nn.Module, *, every_path: bool = False
-) -> Iterator[tuple[str, ServedTable]]:
+) -> Iterator[tuple[str, ModelTable]]:
     """Yields the path and the table of each served table of a model.
 
     Args:
@@ -52,7 +52,7 @@ def served_tables(
             each path. Default: False, only for the first path.
     """
     for path, module in model.named_modules(remove_duplicate=not every_path):
-        if isinstance(module, ServedTable):
+        if isinstance(module, ModelTable):
             yield path, module
 
 
@@ -68,7 +68,7 @@ def dense_tensors(model: nn.Module, *, every_path: bool = False) -> dict[str, Te
     tensors: dict[str, Tensor] = {}
     known: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=not every_path):
-        if isinstance(module, ServedTable):
+        if isinstance(module, ModelTable):
             continue
         for name, value in {
             **vars(module),
@@ -139,7 +139,7 @@ class ServedEmbeddingBagCollection(nn.Module):
 
     def __init__(
         self,
-        tables: Sequence[ServedTable],
+        tables: Sequence[ModelTable],
         features: list[list[str]],
         means: list[bool],
         keys: list[str],
@@ -195,7 +195,7 @@ class ServedEmbeddingCollection(nn.Module):
 
     def __init__(
         self,
-        tables: Sequence[ServedTable],
+        tables: Sequence[ModelTable],
         features: list[list[str]],
         keys: list[list[str]],
         need_indices: bool,

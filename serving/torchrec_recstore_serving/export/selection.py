@@ -27,8 +27,8 @@ from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
+from torchrec_recstore_serving.export.model_table import ModelTable
 from torchrec_recstore_serving.export.row_formats import packed
-from torchrec_recstore_serving.export.sorted_tables import ServedTable
 
 _PIECE_ROWS = 1 << 16  # The number of rows that are read and packed at a time.
 # the rows of a table
@@ -192,7 +192,7 @@ def warn_unless_finite(
     tables = {
         f"{path}.rows": module.name
         for path, module in model.named_modules()
-        if isinstance(module, ServedTable)
+        if isinstance(module, ModelTable)
     }
     names = [
         f"table {name!r}"

@@ -1,4 +1,4 @@
-"""Served tables: modules for TorchScript and ``torch.export`` that map raw ids to rows.
+"""Served tables that search sorted ids, for TorchScript and ``torch.export``.
 
 The scripted modules do not need this package, and with float32 rows they need only
 torch. A forward does not change buffers, so several threads may call it at the same
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchrec_recstore_serving.export.model_table import ModelTable, TableWithRows
 from torchrec_recstore_serving.export.row_formats import TYPE_NUMBERS
 
 _LAST_ID = 2**63 - 1
@@ -32,6 +33,11 @@ def id_buffer(ids: Tensor) -> Tensor:
         is always a valid position.
     """
     return torch.cat([ids, torch.full((1,), _LAST_ID, dtype=torch.int64)])
+
+
+def _buffer_of(ids: Tensor | None) -> Tensor:
+    """Returns the buffer of ids; without an entry for a table of TorchRec."""
+    return torch.empty(0, dtype=torch.int64) if ids is None else id_buffer(ids)
 
 
 @torch.fx.wrap
@@ -101,10 +107,10 @@ def rows_of_ids(ids: Tensor, values: Tensor) -> Tensor:
     Raises:
         ValueError: See :func:`integers`.
     """
-    wanted = integers(values, "values")
-    places = torch.searchsorted(ids, wanted)
-    found = (ids[places] == wanted) & (places < ids.shape[0] - 1)
-    return torch.where(found, places + 1, torch.zeros_like(places))
+    values = integers(values, "values")
+    positions = torch.searchsorted(ids, values)
+    has_row = (ids[positions] == values) & (positions < ids.shape[0] - 1)
+    return torch.where(has_row, positions + 1, torch.zeros_like(positions))
 
 
 @torch.fx.wrap
@@ -112,10 +118,9 @@ def rows_of_numbers(rows: int, values: Tensor) -> Tensor:
     """Returns row numbers for a table of TorchRec: 0 for a row that does not exist, as
     in FBGEMM's bounds check.
     """
-    wanted = integers(values, "values")
-    return torch.where(
-        (wanted >= 0) & (wanted < rows), wanted, torch.zeros_like(wanted)
-    )
+    values = integers(values, "values")
+    has_row = (values >= 0) & (values < rows)
+    return torch.where(has_row, values, torch.zeros_like(values))
 
 
 @torch.fx.wrap
@@ -145,9 +150,8 @@ def pooled_in_order(
     if weights is not None:
         # nn.EmbeddingBag rounds once for a multiplication and an addition, and
         # RecStore's kernels round twice (torch 2.13).
-        weight = F.embedding(rows, weight).float() * weights.to(
-            torch.float32
-        ).unsqueeze(1)
+        factors = weights.to(torch.float32).unsqueeze(1)
+        weight = F.embedding(rows, weight).float() * factors
         rows = torch.arange(rows.shape[0], device=rows.device)
     out = F.embedding_bag(
         rows,
@@ -185,14 +189,15 @@ def take_tensor(delta: dict[str, Tensor], key: str, tensor: Tensor) -> None:
         tensor.detach().copy_(delta[key])
 
 
-class ServedTable(nn.Module):
+class ServedTable(TableWithRows):
     """A served table of float32 rows. :class:`ServedQuantTable` is the subclass for the
     other row formats.
 
     Args:
         name: The table's name.
         dim: The number of columns.
-        row_format: A name in :data:`torchrec_recstore_serving.export.row_formats.FORMATS`.
+        row_format: A name in
+            :data:`torchrec_recstore_serving.export.row_formats.FORMATS`.
         ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in
             which row i is id i.
         rows: (R + 1, ...). The rows in the row format, after a first row for ids
@@ -206,16 +211,8 @@ class ServedTable(nn.Module):
     def __init__(
         self, name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor
     ) -> None:
-        super().__init__()
-        self.name = name
-        self.dim = dim
-        self.row_format = row_format
-        self.has_ids = ids is not None
-        self.version = ""
-        self.attributes = ""
-        self.register_buffer(
-            "ids", torch.empty(0, dtype=torch.int64) if ids is None else id_buffer(ids)
-        )
+        super().__init__(name, dim, row_format, has_ids=ids is not None)
+        self.register_buffer("ids", _buffer_of(ids))
         self.register_buffer("rows", rows)
 
     def row_numbers(self, values: Tensor) -> Tensor:
@@ -225,30 +222,17 @@ class ServedTable(nn.Module):
         return rows_of_numbers(self.rows.shape[0], values)
 
     def has_rows(self, values: Tensor) -> Tensor:
-        """Returns whether each of (N,) raw ids has a row: (N,) bool."""
+        """See :meth:`ModelTable.has_rows`."""
         return self.row_numbers(values) != 0
 
     def lookup(self, values: Tensor) -> Tensor:
-        """Returns the rows of (N,) raw ids: (N, dim) float32."""
+        """See :meth:`ModelTable.lookup`."""
         return F.embedding(self.row_numbers(values), self.rows)
 
     def pooled(
         self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
     ) -> Tensor:
-        """Pools the rows of bags of ids.
-
-        Args:
-            values: (N,) of any integer type. The raw ids, bag by bag.
-            lengths: (bags,) of an integer type. The number of ids of each bag.
-            weights: (N,) floating point. The weights of the ids. None: no weights.
-            mean: Whether each sum is divided by the length of its bag.
-
-        Returns:
-            (bags, dim) float32.
-
-        Raises:
-            ValueError: See :func:`integers` and :func:`check_lengths`.
-        """
+        """See :meth:`ModelTable.pooled`."""
         check_lengths(values, integers(lengths, "lengths"))
         return pooled_in_order(
             self.rows, self.row_numbers(values), offsets_of(lengths), weights, mean
@@ -256,92 +240,68 @@ class ServedTable(nn.Module):
 
     @torch.jit.export
     def raw_ids(self) -> Tensor:
-        """Returns the ids in ascending order: (R,) int64, or (0,) for a table of
-        TorchRec.
-        """
+        """See :meth:`TableWithRows.raw_ids`."""
         return self.ids[:-1]
 
     @torch.jit.export
-    def give_ids(self, table: str, found: list[Tensor]) -> None:
-        """Appends the result of :meth:`raw_ids` to ``found`` if this table has the name
-        ``table``.
-        """
-        if table == self.name:
-            found.append(self.raw_ids())
-
-    @torch.jit.export
-    def give_rows(self, table: str, found: list[Tensor]) -> None:
-        """Appends the rows to ``found`` if this table has the name ``table``."""
-        if table == self.name:
-            found.append(self.stored_rows())
-
-    @torch.jit.export
     def stored_rows(self) -> Tensor:
-        """Returns the rows in the row format, after a first row for ids without a row
-        if the table has ids.
-        """
+        """See :meth:`TableWithRows.stored_rows`."""
         return self.rows
 
     @torch.jit.export
     def row_like(self) -> Tensor:
-        """Returns one row of the data type and the shape of the rows, or no row of an
-        empty table of TorchRec.
-        """
+        """See :meth:`TableWithRows.row_like`."""
         return self.rows[:1]
 
     @torch.jit.export
     def row_count(self) -> int:
-        """Returns the number of rows, without the row for ids without a row."""
+        """See :meth:`ModelTable.row_count`."""
         return self.rows.shape[0] - int(self.has_ids)
 
     @torch.jit.export
     def size_bytes(self) -> int:
-        """Returns the size of the ids and the rows in bytes."""
-        return (
-            self.ids.numel() * self.ids.element_size()
-            + self.rows.numel() * self.rows.element_size()
-        )
+        """See :meth:`ModelTable.size_bytes`."""
+        ids_bytes = self.ids.numel() * self.ids.element_size()
+        rows_bytes = self.rows.numel() * self.rows.element_size()
+        return ids_bytes + rows_bytes
 
     @torch.jit.export
     def give_rows_of(self, table: str, values: Tensor, found: list[Tensor]) -> None:
-        """Appends nothing. See :meth:`HashedTable.give_rows_of`."""
+        """Appends nothing, because only hashed tables find some rows quickly."""
 
     @torch.jit.export
     def give_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Adds the table's tensors to ``tensors``, with the names that the model's
-        version is computed with.
-        """
+        """See :meth:`ModelTable.give_tensors`. The tensors are the ids and the rows."""
         tensors[self.name + "/ids"] = self.ids
         tensors[self.name + "/rows"] = self.rows
 
     @torch.jit.export
-    def check_delta(self, delta: dict[str, Tensor], known: list[str]) -> None:
-        """Refuses a delta that :meth:`take_delta` cannot apply, and appends the keys of
-        this table to ``known``.
+    def give_tensors_after(
+        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+    ) -> None:
+        """See :meth:`ModelTable.give_tensors_after`."""
+        self.prepare_delta(delta, tensors)
 
-        Raises:
-            ValueError: A key is missing. See :meth:`check_rows` for other errors.
+    @torch.jit.export
+    def prepare_delta(
+        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+    ) -> None:
+        """See :meth:`ModelTable.prepare_delta`.
+
+        The table is one of TorchRec's own: only models with a hash index prepare deltas,
+        and their other tables are hashed tables.
         """
+        self.give_tensors(tensors)
         if self.name + "/ids" in delta:
-            keys = [self.name + "/ids", self.name + "/rows", self.name + "/removed"]
-            for key in keys:
-                known.append(key)
-                if key not in delta:
-                    raise ValueError("the delta has no " + key)
-            self.check_rows(delta[keys[0]], delta[keys[1]], delta[keys[2]])
+            tensors[self.name + "/rows"] = self.rows.index_copy(
+                0, delta[self.name + "/ids"], delta[self.name + "/rows"]
+            )
 
     @torch.jit.export
     def take_delta(
         self, delta: dict[str, Tensor], ids: dict[str, Tensor], rows: dict[str, Tensor]
     ) -> None:
-        """Applies a delta.
-
-        Args:
-            delta: The delta. :meth:`check_delta` has accepted it.
-            ids: The new ids of the tables that have already applied the delta, by name.
-                If a copy of this table is among them, this table shares its tensors.
-            rows: The new rows of these tables, by name.
-        """
+        """See :meth:`ModelTable.take_delta`."""
         if self.name + "/ids" not in delta:
             return
         if self.name not in ids:
@@ -356,99 +316,21 @@ class ServedTable(nn.Module):
         self.rows = rows[self.name]
 
     @torch.jit.export
-    def give_tensors_after(
-        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
-    ) -> None:
-        """Adds the tensors of :meth:`give_tensors` as they are after a delta.
-        :meth:`check_delta` has accepted it.
-        """
-        self.prepare_delta(delta, tensors)
-
-    @torch.jit.export
-    def prepare_delta(
-        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
-    ) -> None:
-        """Prepares :meth:`take_delta`, and does the same as :meth:`give_tensors_after`.
-
-        The table is one of TorchRec's own; see :meth:`HashedTable.prepare_delta` for
-        the other tables.
-        """
-        self.give_tensors(tensors)
-        if self.name + "/ids" in delta:
-            tensors[self.name + "/rows"] = self.rows.index_copy(
-                0, delta[self.name + "/ids"], delta[self.name + "/rows"]
-            )
-
-    @torch.jit.export
     def end_delta(self) -> None:
-        """Frees what only the rows before :meth:`take_delta` need."""
-
-    @torch.jit.export
-    def check_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
-        """Refuses arguments that :meth:`replace_rows` cannot use.
-
-        Raises:
-            ValueError: A shape or a data type does not fit the table, or an id occurs
-                twice. The message names the table.
-        """
-        mine = self.row_like()
-        if (
-            rows.dim() != 2
-            or rows.shape[1] != mine.shape[1]
-            or rows.dtype != mine.dtype
-        ):
-            raise ValueError(
-                "table "
-                + self.name
-                + ": the delta's rows are of another dim or data type"
-            )
-        if ids.dim() != 1 or ids.dtype != torch.int64 or ids.shape[0] != rows.shape[0]:
-            raise ValueError(
-                "table " + self.name + ": the delta has not an int64 id for each row"
-            )
-        if removed.dim() != 1 or removed.dtype != torch.int64:
-            raise ValueError(
-                "table "
-                + self.name
-                + ": the delta's removed ids are no vector of int64"
-            )
-        every = torch.cat([ids, removed]).sort()[0]
-        if torch.any(every[1:] == every[:-1]).item():
-            raise ValueError(
-                "table " + self.name + ": the delta has an id more than once"
-            )
-        if not self.has_ids and (
-            removed.shape[0] > 0
-            or torch.any((ids < 0) | (ids >= self.row_count())).item()
-        ):
-            raise ValueError(
-                "table "
-                + self.name
-                + " is TorchRec's own, and the delta has rows beyond it"
-            )
+        """Does nothing."""
 
     @torch.jit.export
     def replace_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
-        """Inserts or replaces rows, and removes other rows. :meth:`check_rows` has
-        accepted the arguments.
-
-        Args:
-            ids: (N,) int64. The ids whose rows are inserted or replaced, without
-                duplicates.
-            rows: (N, ...). The rows of ``ids`` in the row format.
-            removed: (M,) int64. The ids whose rows are removed. None of them is in
-                ``ids``.
-        """
+        """See :meth:`TableWithRows.replace_rows`."""
         if not self.has_ids:
             self.rows = self.rows.index_copy(0, ids, rows)
             return
-        before = self.ids[:-1]
-        stays = torch.logical_not(torch.isin(before, torch.cat([ids, removed])))
-        ids, order = torch.cat([before[stays], ids]).sort()
-        self.rows = torch.cat(
-            [self.rows[:1], torch.cat([self.rows[1:][stays], rows])[order]]
-        )
-        self.ids = torch.cat([ids, self.ids[-1:]])
+        old_ids = self.ids[:-1]
+        stays = torch.logical_not(torch.isin(old_ids, torch.cat([ids, removed])))
+        new_ids, order = torch.cat([old_ids[stays], ids]).sort()
+        new_rows = torch.cat([self.rows[1:][stays], rows])[order]
+        self.rows = torch.cat([self.rows[:1], new_rows])
+        self.ids = torch.cat([new_ids, self.ids[-1:]])
 
 
 class ServedQuantTable(ServedTable):
@@ -464,25 +346,25 @@ class ServedQuantTable(ServedTable):
         self._type_number = TYPE_NUMBERS[row_format]
 
     def lookup(self, values: Tensor) -> Tensor:
-        """Returns the rows of (N,) raw ids: (N, dim) float32."""
-        return self._read(
-            values, torch.arange(values.shape[0] + 1, device=values.device), None, 2
-        )
+        """See :meth:`ModelTable.lookup`."""
+        offsets = torch.arange(values.shape[0] + 1, device=values.device)
+        no_pooling = 2  # PoolingMode.NONE; TorchScript does not read it from FBGEMM
+        return self._read(values, offsets, None, no_pooling)
 
     def pooled(
         self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
     ) -> Tensor:
-        """Pools the rows of bags of ids.
-
-        See :meth:`ServedTable.pooled`; the arguments are the same.
-        """
+        """See :meth:`ModelTable.pooled`."""
         check_lengths(values, integers(lengths, "lengths"))
-        return self._read(values, offsets_of(lengths), weights, 1 if mean else 0)
+        pooling = 1 if mean else 0  # PoolingMode.MEAN or PoolingMode.SUM
+        return self._read(values, offsets_of(lengths), weights, pooling)
 
     def _read(
         self, values: Tensor, offsets: Tensor, weights: Tensor | None, pooling: int
     ) -> Tensor:
-        dims = [self.dim if self._type_number == number else 0 for number in range(4)]
+        # The greatest dim of the tables of each row format, of which there is one.
+        dims = [0, 0, 0, 0]
+        dims[self._type_number] = self.dim
         out: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
             dev_weights=self.rows.view(-1),
             uvm_weights=torch.empty(0, dtype=torch.uint8),
@@ -514,8 +396,9 @@ def served_table(
 
     See :class:`ServedTable`; the arguments are the same.
     """
-    kind = ServedTable if row_format == "float32" else ServedQuantTable
-    return kind(name, dim, row_format, ids, rows)
+    if row_format == "float32":
+        return ServedTable(name, dim, row_format, ids, rows)
+    return ServedQuantTable(name, dim, row_format, ids, rows)
 
 
 class ServedTables(nn.Module):
@@ -525,7 +408,7 @@ class ServedTables(nn.Module):
         tables: The tables.
     """
 
-    def __init__(self, tables: Sequence[ServedTable]) -> None:
+    def __init__(self, tables: Sequence[ModelTable]) -> None:
         super().__init__()
         self.tables = nn.ModuleList(tables)
 
@@ -546,11 +429,11 @@ class ServedTables(nn.Module):
                 ``values``.
         """
         check_ids(values)
-        count = len(self.tables)
+        table_count = len(self.tables)
         lengths = integers(lengths, "lengths")
-        if lengths.numel() % count != 0:
+        if lengths.numel() % table_count != 0:
             raise ValueError("lengths must be integers, for each bag of each table")
-        lengths = lengths.reshape(count, -1)
+        lengths = lengths.reshape(table_count, -1)
         # The op of quantised rows does not check lengths: it would read memory after
         # the end of values.
         beyond = torch.any((lengths < 0) | (lengths > values.shape[0])).item()
@@ -560,14 +443,12 @@ class ServedTables(nn.Module):
             )
         counts: list[int] = lengths.sum(1).tolist()
         outputs: list[Tensor] = []
-        first = 0
+        begin = 0
         for number, table in enumerate(self.tables):
-            outputs.append(
-                table.pooled(  # type: ignore[operator]
-                    values[first : first + counts[number]], lengths[number], None, False
-                )
-            )
-            first += counts[number]
+            end = begin + counts[number]
+            sums = table.pooled(values[begin:end], lengths[number], None, False)  # type: ignore[operator]
+            outputs.append(sums)
+            begin = end
         return torch.cat(outputs, dim=1)
 
     @torch.jit.export
@@ -585,8 +466,8 @@ class ServedTables(nn.Module):
             ValueError: There is no such table, or ``values`` are not integers.
         """
         check_ids(values)
-        for each in self.tables:
-            if each.name == table:
-                rows: Tensor = each.lookup(values)  # type: ignore[operator]
+        for served in self.tables:
+            if served.name == table:
+                rows: Tensor = served.lookup(values)  # type: ignore[operator]
                 return rows
         raise ValueError("there is no table " + table)

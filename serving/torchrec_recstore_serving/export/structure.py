@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore_serving.export.sorted_tables import ServedTable
+from torchrec_recstore_serving.export.model_table import ModelTable
 
 _PLAIN = frozenset(
     {
@@ -80,7 +80,7 @@ class _Description:
         """Returns the description of the model."""
         for path, module in self._model.named_modules():
             self._first_paths[id(module)] = path
-            if not isinstance(module, ServedTable):
+            if not isinstance(module, ModelTable):
                 for name, tensor in tensors_of(module):
                     self._first_paths.setdefault(id(tensor), f"{path}.{name}")
         parts: list[object] = []
@@ -96,7 +96,7 @@ class _Description:
 
     def _tensors(self, module: nn.Module) -> object:
         """Describes the parameters, buffers and tensor attributes of a module."""
-        if isinstance(module, ServedTable):
+        if isinstance(module, ModelTable):
             return ()
         described: list[object] = []
         for name, tensor in tensors_of(module):
@@ -122,7 +122,7 @@ class _Description:
         for name, value in sorted(vars(module).items()):
             if name in _OF_MODULES or isinstance(value, Tensor):
                 continue
-            if isinstance(module, ServedTable) and name in _OF_PUBLICATIONS:
+            if isinstance(module, ModelTable) and name in _OF_PUBLICATIONS:
                 continue
             described.append((name, self._value(value)))
         return described

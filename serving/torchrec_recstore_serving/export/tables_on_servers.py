@@ -5,7 +5,7 @@ Tests: tests/serving/export/test_tables_on_servers.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.sharders.plan_entries import remote_options
-from torchrec_recstore_serving.export.hashed_tables import HashedTable
+from torchrec_recstore_serving.export.model_table import ModelTable
 from torchrec_recstore_serving.export.native_library import load_library
 from torchrec_recstore_serving.export.row_formats import FORMATS
 
@@ -59,13 +59,10 @@ class TableOnServers:
     zeros: bool
 
 
-class ServerTable(HashedTable):
+class ServerTable(ModelTable):
     """A served table whose rows are on parameter servers: a call reads them there.
 
-    Deltas do not change it.
-
-    See :class:`ServedTable`; the methods are the same, except that the table has no ids
-    and no rows of its own.
+    The model has no ids and no rows of the table, and deltas do not change it.
 
     Args:
         name: The table's name in the served model.
@@ -75,50 +72,57 @@ class ServerTable(HashedTable):
     """
 
     def __init__(self, name: str, row_format: str, table: TableOnServers) -> None:
-        nn.Module.__init__(self)
         load_library()
-        self.name = name
-        self.dim = table.dim
-        self.row_format = row_format
-        self.has_ids = True
-        self.version = ""
-        self.attributes = ""
-        kept = str(table.dtype).removeprefix("torch.")
-        self.on_servers = (
-            f"{table.name} {kept} {table.servers}{' tls' if table.tls else ''}"
-        )
+        super().__init__(name, table.dim, row_format, has_ids=True)
+        dtype = str(table.dtype).removeprefix("torch.")
+        encryption = " tls" if table.tls else ""
+        self.on_servers = f"{table.name} {dtype} {table.servers}{encryption}"
         self.native = torch.classes.recstore.ServerTable(
-            table.name, table.dim, kept, table.servers, table.tls
+            table.name, table.dim, dtype, table.servers, table.tls
         )
 
-    @torch.jit.export
-    def raw_ids(self) -> Tensor:
-        """Raises ValueError, because the servers have the ids."""
-        raise ValueError(
-            "the rows of table "
-            + self.name
-            + " are on servers: a client reads its ids and rows there"
-        )
+    def has_rows(self, values: Tensor) -> Tensor:
+        """See :meth:`ModelTable.has_rows`."""
+        return self.native.contains(values)  # type: ignore[no-any-return]
 
-    @torch.jit.export
-    def stored_rows(self) -> Tensor:
-        """Raises ValueError, because the servers have the rows."""
-        return self.raw_ids()
+    def lookup(self, values: Tensor) -> Tensor:
+        """See :meth:`ModelTable.lookup`."""
+        return self.native.lookup(values)  # type: ignore[no-any-return]
 
-    @torch.jit.export
-    def row_like(self) -> Tensor:
-        """Returns (1, dim) float32 zeros, the row for ids without a row."""
-        return torch.zeros([1, self.dim])
+    def pooled(
+        self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
+    ) -> Tensor:
+        """See :meth:`ModelTable.pooled`."""
+        return self.native.pooled(values, lengths, weights, mean)  # type: ignore[no-any-return]
 
     @torch.jit.export
     def row_count(self) -> int:
-        """Returns 0, the number of rows of the served model itself."""
+        """Returns 0, the number of rows in the model."""
         return 0
 
     @torch.jit.export
     def size_bytes(self) -> int:
-        """Returns 0, the size of the rows of the served model itself in bytes."""
+        """Returns 0, the size of the rows in the model in bytes."""
         return 0
+
+    @torch.jit.export
+    def give_ids(self, table: str, found: list[Tensor]) -> None:
+        """Raises ValueError if this table has the name ``table``, because the servers
+        have the ids.
+        """
+        if table == self.name:
+            raise ValueError(
+                "the rows of table "
+                + self.name
+                + " are on servers: a client reads its ids and rows there"
+            )
+
+    @torch.jit.export
+    def give_rows(self, table: str, found: list[Tensor]) -> None:
+        """Raises ValueError if this table has the name ``table``, because the servers
+        have the rows.
+        """
+        self.give_ids(table, found)
 
     @torch.jit.export
     def give_rows_of(self, table: str, values: Tensor, found: list[Tensor]) -> None:
@@ -126,8 +130,8 @@ class ServerTable(HashedTable):
 
     @torch.jit.export
     def give_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Adds the bytes of what names the table on the servers, with which the model's
-        version is computed.
+        """See :meth:`ModelTable.give_tensors`. The tensor has the bytes of what names
+        the table on the servers.
         """
         codes: list[int] = []
         for char in self.on_servers:
@@ -162,15 +166,12 @@ class ServerTable(HashedTable):
     def end_delta(self) -> None:
         """Does nothing."""
 
-    @torch.jit.export
-    def replace_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
-        """Raises ValueError, because the servers have the rows."""
-        self.raw_ids()
-
 
 def served_on_servers(model: nn.Module) -> dict[str, str]:
-    """Returns what names each table of a served model that is on servers there, by the
-    name of the table.
+    """Returns the tables of a served model that are on servers.
+
+    Returns:
+        What names each table on its servers, by the name of the table in the model.
     """
     return {
         str(module.name): str(module.on_servers)
@@ -197,36 +198,25 @@ def tables_on_servers(
         ServiceError: A server cannot be reached. All of these errors are raised on
             every rank.
     """
-    collections = [module for module in kinds if isinstance(module, RecStoreCollection)]
-    here = [_names_on_servers(module) for module in collections]
-    every = all_gathered(here, env)
-    names = [
-        {name: there for rank in every for name, there in rank[place].items()}
-        for place in range(len(here))
-    ]
+    sharded = [module for module in kinds if isinstance(module, RecStoreCollection)]
+    names_of_ranks = all_gathered(
+        [_names_on_servers(module) for module in sharded], env
+    )
     found: dict[tuple[nn.Module, str], TableOnServers] = {}
     addresses: dict[int, str] = {}
     with refused_together(env):
-        for module, of_module in zip(collections, names, strict=True):
-            for name in module.remote_table_names():
-                servers = remote_options(module.module_sharding_plan[name])
-                found[module, name] = _table(
-                    of_module[name], plugin("client")(servers), dtype, addresses
-                )
-        eager = [
-            each
-            for each in kinds
-            if isinstance(
-                each, RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection
-            )
-        ]
-        for collection in eager:
-            for each in collection.modules():
-                if isinstance(each, RemoteTableModule):
-                    name = each.table.name
-                    found[collection, name] = _table(
-                        name, each.client, dtype, addresses
-                    )
+        for number, collection in enumerate(sharded):
+            names: dict[str, str] = {}
+            for names_of_rank in names_of_ranks:
+                names |= names_of_rank[number]
+            for name in collection.remote_table_names():
+                servers = remote_options(collection.module_sharding_plan[name])
+                client = plugin("client")(servers)
+                table = _table(names[name], client, dtype, addresses)
+                found[collection, name] = table
+        for module, remote in _unsharded(kinds):
+            name = remote.table.name
+            found[module, name] = _table(name, remote.client, dtype, addresses)
         if not found:
             raise ValueError(
                 'rows="servers": no table of the model is on servers'
@@ -236,19 +226,32 @@ def tables_on_servers(
     return found
 
 
-def _names_on_servers(module: RecStoreCollection) -> Mapping[str, str]:
-    """Returns the names on the servers of the tables of a collection that this rank
-    looks up.
+def _unsharded(kinds: list[nn.Module]) -> Iterator[tuple[nn.Module, RemoteTableModule]]:
+    """Yields the tables on servers of the collections that are not sharded, each after
+    its collection.
     """
-    found: dict[str, str] = {}
+    for collection in kinds:
+        if isinstance(
+            collection, RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection
+        ):
+            for module in collection.modules():
+                if isinstance(module, RemoteTableModule):
+                    yield collection, module
+
+
+def _names_on_servers(module: RecStoreCollection) -> dict[str, str]:
+    """Returns the names on the servers of the tables of a collection that this rank
+    looks up, by their names in the collection.
+    """
+    names: dict[str, str] = {}
     for kernel in module.recstore_kernels():
-        if kernel.remote_tables:
-            names = kernel.config.table_names()
-            found |= {
-                name: table.name
-                for name, table in zip(names, kernel.remote_tables, strict=True)
-            }
-    return found
+        if not kernel.remote_tables:
+            continue
+        for name, table in zip(
+            kernel.config.table_names(), kernel.remote_tables, strict=True
+        ):
+            names[name] = table.name
+    return names
 
 
 def _table(
@@ -256,31 +259,33 @@ def _table(
 ) -> TableOnServers:
     """Returns a table of a client.
 
-    ``addresses`` has the addresses of the servers of the clients that were asked.
+    Args:
+        name: The name of the table on the servers.
+        client: The client.
+        dtype: The data type of the export.
+        addresses: The addresses of the servers by the ``id`` of the client. Those of
+            ``client`` are added.
     """
     spec = client.spec(name)
-    of_rows = value_dtype(spec.dtype)
-    if dtype not in (torch.float32, of_rows):
-        accepted = " or ".join(
-            str(each)
-            for each in dict.fromkeys((torch.float32, of_rows))
-            if each in FORMATS
-        )
+    stored_dtype = value_dtype(spec.dtype)
+    if dtype not in (torch.float32, stored_dtype):
+        accepted = [torch.float32]
+        if stored_dtype in FORMATS and stored_dtype != torch.float32:
+            accepted.append(stored_dtype)
         raise ValueError(
             f"table {name!r} is on servers, whose rows an export does not convert to"
-            f" {dtype}: pass dtype={accepted}"
+            f" {dtype}: pass dtype={' or '.join(map(str, accepted))}"
         )
     if id(client) not in addresses:
         try:
             addresses[id(client)] = ",".join(client.rows_addresses())
         except ValueError as error:
             raise ValueError(f"table {name!r}: {error}") from None
-    zeros = spec.options.missing == "zeros"
     return TableOnServers(
-        name,
-        spec.dim,
-        spec.dtype,
-        addresses[id(client)],
-        bool(client.is_encrypted),
-        zeros,
+        name=name,
+        dim=spec.dim,
+        dtype=spec.dtype,
+        servers=addresses[id(client)],
+        tls=bool(client.is_encrypted),
+        zeros=spec.options.missing == "zeros",
     )

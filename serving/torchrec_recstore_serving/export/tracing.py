@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from torchrec_recstore_serving.export.sorted_tables import ServedTable
+from torchrec_recstore_serving.export.model_table import ModelTable
 from torchrec_recstore_serving.export.structure import tensors_of
 
 _LEAVES = [
@@ -126,7 +126,7 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
     ) -> torch.fx.Graph:
         """Records the computation of a model. See ``torch.fx.Tracer``."""
         for path, module in root.named_modules(remove_duplicate=False):
-            if isinstance(module, ServedTable):
+            if isinstance(module, ModelTable):
                 continue
             for name, tensor in tensors_of(module):
                 full_name = f"{path}.{name}" if path else name

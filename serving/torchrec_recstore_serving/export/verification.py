@@ -41,9 +41,9 @@ _BLOCK_BYTES = 1 << 19
 Data that is passed in several calls is split at multiples of it.
 """
 
-_OF_ZIP = {
-    kind: b"recstore %s %04d " % (kind.encode(), FORMAT)
-    for kind in ("export", "package")
+_ZIP_COMMENTS = {
+    "export": b"recstore export %04d " % FORMAT,
+    "package": b"recstore package %04d " % FORMAT,
 }
 """What stands before the checksum in the comment of a zip file: an exported model, or a
 package of AOTInductor.
@@ -52,7 +52,7 @@ package of AOTInductor.
 _SIGNATURE = "recstore signature"
 _DIGITS = 16
 _SIGNATURE_DIGITS = 64
-_COMMENT_BYTES = max(map(len, _OF_ZIP.values())) + _DIGITS
+_COMMENT_BYTES = len(_ZIP_COMMENTS["package"]) + _DIGITS  # at most
 _SIGNATURE_BYTES = len(_SIGNATURE) + 1 + _SIGNATURE_DIGITS + 1
 _NO_DIGITS = b"0" * _DIGITS
 # The signature of the last record of a zip file: 22 bytes, and then the comment.
@@ -76,8 +76,10 @@ def delta_metadata(key: Key | None) -> dict[str, str]:
     """Returns the entries of a delta's header, with zeros in the places of the checksum
     and signature; see sign.
     """
-    signature = {} if key is None else {_SIGNATURE: "0" * _SIGNATURE_DIGITS}
-    return {"recstore delta": f"{FORMAT:04d} {_NO_DIGITS.decode()}", **signature}
+    entries = {"recstore delta": f"{FORMAT:04d} {_NO_DIGITS.decode()}"}
+    if key is not None:
+        entries[_SIGNATURE] = "0" * _SIGNATURE_DIGITS
+    return entries
 
 
 compiling = threading.RLock()
@@ -131,12 +133,10 @@ def checksum_after(state: Tensor, data: Tensor) -> Tensor:
         words = torch.view_copy(F.pad(part, [0, -part.shape[0] % 8]), dtype=torch.int64)
         mixed = words.add_(factors[: words.shape[0]])
         # MurmurHash3's
-        mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF)).mul_(
-            -49064778989728563
-        )
-        mixed.bitwise_xor_((mixed >> 29).bitwise_and_(0x7FFFFFFFF)).mul_(
-            -4265267296055464877
-        )
+        mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))
+        mixed.mul_(-49064778989728563)
+        mixed.bitwise_xor_((mixed >> 29).bitwise_and_(0x7FFFFFFFF))
+        mixed.mul_(-4265267296055464877)
         mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))
         state = state * 6364136223846793005 + mixed.sum() + part.shape[0]
     return state
@@ -184,9 +184,8 @@ def checksum_of_strings(strings: list[str]) -> str:
         for char in string:
             codes.append(ord(char))
         codes.append(-1)
-    return hexadecimal(
-        checksum_after(torch.zeros(1, dtype=torch.int64), torch.tensor(codes))
-    )
+    state = torch.zeros(1, dtype=torch.int64)
+    return hexadecimal(checksum_after(state, torch.tensor(codes)))
 
 
 def check_file_bytes(file: Tensor) -> None:
@@ -203,10 +202,9 @@ def check_file_bytes(file: Tensor) -> None:
     codes: list[int] = file[-digits:].to(torch.int64).tolist()
     for code in codes:
         written += chr(code)
-    if (
-        hexadecimal(checksum_after(torch.zeros(1, dtype=torch.int64), file[:-digits]))
-        != written
-    ):
+    state = torch.zeros(1, dtype=torch.int64)
+    computed = hexadecimal(checksum_after(state, file[:-digits]))
+    if computed != written:
         raise ValueError("the file is damaged: its checksum does not fit")
 
 
@@ -263,10 +261,10 @@ def check_file(
     if key is not None and places.signature is None:
         raise no_signature(name, key)
     checksum, signature = _digests(file, places, name, key, on_block)
-    if key is not None and not hmac.compare_digest(
-        signature, _digits(file, places.signature, _SIGNATURE_DIGITS)
-    ):
-        raise wrong_signature(name, key, signature.decode())
+    if key is not None:
+        written = _digits(file, places.signature, _SIGNATURE_DIGITS)
+        if not hmac.compare_digest(signature, written):
+            raise wrong_signature(name, key, signature.decode())
     if checksum != _digits(file, places.checksum, _DIGITS):
         raise damaged(
             f"{name} is damaged: its checksum does not fit", checksum.decode()
@@ -307,10 +305,10 @@ def sign_zip(
         OSError: The file cannot be written.
         ValueError: The file is no zip file, or has a comment.
     """
-    signature = (
-        b"" if key is None else f"{_SIGNATURE} {'0' * _SIGNATURE_DIGITS} ".encode()
-    )
-    comment = signature + _OF_ZIP[kind] + _NO_DIGITS
+    comment = _ZIP_COMMENTS[kind] + _NO_DIGITS
+    if key is not None:
+        signature = f"{_SIGNATURE} {'0' * _SIGNATURE_DIGITS} "
+        comment = signature.encode() + comment
     with path.open("r+b") as file:
         end = b""
         if file.seek(0, os.SEEK_END) >= _END_BYTES:
@@ -356,10 +354,10 @@ def sign(path: Path, key: Key | None = None) -> None:
         places = _places(file, str(path))
         if key is not None:  # The checksum is also one of the signature.
             assert places.signature is not None
-            signature = _digests(file, places, str(path), key)[1]
+            _, signature = _digests(file, places, str(path), key)
             file.seek(places.signature)
             file.write(signature)
-        checksum = _digests(file, places, str(path), None)[0]
+        checksum, _ = _digests(file, places, str(path), None)
         file.seek(places.checksum)
         file.write(checksum)
 
@@ -380,30 +378,35 @@ class _Places:
 
 
 def _places(file: BinaryIO, name: str) -> _Places:
+    """Finds the digits in the header of a delta, or in the comment of a zip file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     begin = file.read(9)
-    is_delta = begin[8:] == b"{" and not begin.startswith(b"PK")
-    first = (
-        8 if is_delta else max(0, size - _END_BYTES - _COMMENT_BYTES - _SIGNATURE_BYTES)
-    )
-    file.seek(first)
+    header_bytes = int.from_bytes(begin[:8], "little")
+    if begin[8:] == b"{" and not begin.startswith(b"PK"):
+        pattern, signature_pattern = _DELTA, _DELTA_SIGNATURE
+        offset = 8
+    else:
+        pattern, signature_pattern = _ZIP, _ZIP_SIGNATURE
+        offset = max(0, size - _END_BYTES - _COMMENT_BYTES - _SIGNATURE_BYTES)
+    file.seek(offset)
     # safetensors' own limit of a header
-    searched = file.read(min(int.from_bytes(begin[:8], "little"), 100_000_000))
-    found = (_DELTA if is_delta else _ZIP).search(searched)
-    if found is None:
+    searched = file.read(min(header_bytes, 100_000_000))
+    checksum = pattern.search(searched)
+    if checksum is None:
         raise ValueError(
             f"{name} is neither an exported model nor a delta, or it is damaged: it has"
             " no checksum (sign_package adds one to a package of AOTInductor)"
         )
-    if int(found[2]) != FORMAT:
-        raise ValueError(not_known(f"{name} has the format {int(found[2])}"))
-    kind: Kind = found[1].decode()  # type: ignore[assignment]
-    signature = (_DELTA_SIGNATURE if is_delta else _ZIP_SIGNATURE).search(searched)
+    file_format = int(checksum[2])
+    if file_format != FORMAT:
+        raise ValueError(not_known(f"{name} has the format {file_format}"))
+    kind: Kind = checksum[1].decode()  # type: ignore[assignment]
+    signature = signature_pattern.search(searched)
     return _Places(
-        kind,
-        first + found.end(2) + 1,
-        None if signature is None else first + signature.start(1),
+        kind=kind,
+        checksum=offset + checksum.end(2) + 1,
+        signature=None if signature is None else offset + signature.start(1),
     )
 
 
@@ -428,20 +431,21 @@ def _digests(
     """
     place = places.checksum
     size = file.seek(0, os.SEEK_END)
-    size = place if place + _DIGITS == size else size
+    if place + _DIGITS == size:
+        size = place
     file.seek(0)
     block = bytearray(_BLOCK_BYTES)
-    after = _checksum_function()
+    update = _checksum_function()
     state = torch.zeros(1, dtype=torch.int64)
-    signing = (
-        None if key is None else key.begin(f"{places.kind} {place} {places.signature}")
-    )
+    signing = None
+    if key is not None:
+        signing = key.begin(f"{places.kind} {place} {places.signature}")
     for begin in range(0, size, _BLOCK_BYTES):
         view = memoryview(block)[: min(_BLOCK_BYTES, size - begin)]
         if file.readinto(view) != len(view):  # type: ignore[attr-defined]
             raise ValueError(f"{name} has become shorter while it was read")
         _zero(view, begin, place, _DIGITS)
-        state = after(state, torch.frombuffer(view, dtype=torch.uint8))
+        state = update(state, torch.frombuffer(view, dtype=torch.uint8))
         if signing is not None and places.signature is not None:
             _zero(view, begin, places.signature, _SIGNATURE_DIGITS)
             signing.update(view)

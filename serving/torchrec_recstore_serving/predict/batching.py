@@ -38,6 +38,21 @@ class Answer:
     seconds_behind: float
 
 
+@dataclass(frozen=True)
+class _Queued:
+    """A request that waits for its answer.
+
+    Args:
+        request: The request.
+        answer: The future that gets the answer.
+        begin: The time at which the request was queued, by ``time.perf_counter()``.
+    """
+
+    request: Request
+    answer: Future[Answer]
+    begin: float
+
+
 class Batcher:
     """A queue of requests, and threads that answer them.
 
@@ -67,13 +82,15 @@ class Batcher:
         self._follower = follower
         self._jagged = dict(jagged)
         self._max_examples = max_examples
-        self._waiting: deque[tuple[Request, Future[Answer], float]] = deque()
+        self._waiting: deque[_Queued] = deque()
         self._change = threading.Condition()
         self._closed = False
         self._alone: set[Hashable] = set()
         """The kinds of requests whose result has not one row for each example."""
         self._times: deque[float] = deque(maxlen=_KEPT_TIMES)
-        self._requests = self._batches = self._failed = 0
+        self._requests = 0
+        self._batches = 0
+        self._failed = 0
         self._busy = 0
         """The number of threads that call the model."""
         self._call_s = math.inf
@@ -102,18 +119,18 @@ class Batcher:
         with self._change:
             if self._closed:
                 raise RuntimeError("the server stops")
-            queued = (request, answer, time.perf_counter())
-            here = (
+            queued = _Queued(request, answer, time.perf_counter())
+            caller_answers = (
                 not self._waiting
                 and self._busy < len(self._threads)
                 and self._call_s < caller_s
             )
-            if here:
+            if caller_answers:
                 self._busy += 1
             else:
                 self._waiting.append(queued)
                 self._change.notify()
-        if here:
+        if caller_answers:
             self._answer([queued])
         return answer
 
@@ -145,7 +162,7 @@ class Batcher:
             "p99_ms": _percentile(times, 0.99),
         }
 
-    def _take(self) -> list[tuple[Request, Future[Answer], float]]:
+    def _take(self) -> list[_Queued]:
         """Waits for requests, and returns those of one batch.
 
         An empty list: the queue is closed.
@@ -155,55 +172,63 @@ class Batcher:
                 self._change.wait()
             if not self._waiting:
                 return []
-            taken = [self._waiting.popleft()]
-            first = taken[0][0]
-            kind, total = first.kind(), first.examples or 0
-            if first.examples is not None and kind not in self._alone:
-                others = [
-                    each
-                    for each in self._waiting
-                    if each[0].examples is not None and each[0].kind() == kind
-                ]
-                for each in others:
-                    total += each[0].examples or 0
-                    if total > self._max_examples:
-                        break
-                    taken.append(each)
-                chosen = {id(each) for each in taken}
-                self._waiting = deque(
-                    each for each in self._waiting if id(each) not in chosen
-                )
+            batch = [self._waiting.popleft()]
+            self._take_more(batch)
             self._busy += 1
-            return taken
+            return batch
+
+    def _take_more(self, batch: list[_Queued]) -> None:
+        """Moves the waiting requests that fit to the first one of a batch into the
+        batch.
+        """
+        first = batch[0].request
+        kind = first.kind()
+        if first.examples is None or kind in self._alone:
+            return
+        total = first.examples
+        is_full = False
+        still_waiting: deque[_Queued] = deque()
+        for queued in self._waiting:
+            examples = queued.request.examples
+            fits = not is_full and examples is not None
+            if not fits or queued.request.kind() != kind:
+                still_waiting.append(queued)
+                continue
+            total += examples or 0
+            is_full = total > self._max_examples
+            if is_full:
+                still_waiting.append(queued)
+            else:
+                batch.append(queued)
+        self._waiting = still_waiting
 
     def _run(self) -> None:
-        while taken := self._take():
-            self._answer(taken)
+        while batch := self._take():
+            self._answer(batch)
 
-    def _answer(self, taken: Sequence[tuple[Request, Future[Answer], float]]) -> None:
+    def _answer(self, batch: Sequence[_Queued]) -> None:
         """Answers the requests of one batch. The caller has counted itself as busy."""
         start = time.perf_counter()
-        answers = self._answered([request for request, _, _ in taken])
-        now = time.perf_counter()
+        answers = self._answers_to([queued.request for queued in batch])
+        end = time.perf_counter()
         with self._change:
             self._busy -= 1
-            self._call_s = (
-                now - start
-                if self._call_s == math.inf
-                else 0.9 * self._call_s + 0.1 * (now - start)
-            )
-            self._batches += 1
-            self._requests += len(taken)
-            self._failed += sum(isinstance(answer, Exception) for answer in answers)
-            self._times.extend(now - begin for _, _, begin in taken)
-        for (_, future, begin), answer in zip(taken, answers, strict=True):
-            self._observe(now - begin, isinstance(answer, Exception))
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
+            if self._call_s == math.inf:
+                self._call_s = end - start
             else:
-                future.set_result(answer)
+                self._call_s = 0.9 * self._call_s + 0.1 * (end - start)
+            self._batches += 1
+            self._requests += len(batch)
+            self._failed += sum(isinstance(answer, Exception) for answer in answers)
+            self._times.extend(end - queued.begin for queued in batch)
+        for queued, answer in zip(batch, answers, strict=True):
+            self._observe(end - queued.begin, isinstance(answer, Exception))
+            if isinstance(answer, Exception):
+                queued.answer.set_exception(answer)
+            else:
+                queued.answer.set_result(answer)
 
-    def _answered(self, requests: Sequence[Request]) -> list[Answer | Exception]:
+    def _answers_to(self, requests: Sequence[Request]) -> list[Answer | Exception]:
         """Calls the model once.
 
         If that fails, or the result cannot be split, calls it for each request.
@@ -223,12 +248,14 @@ class Batcher:
                 ]
             with self._change:
                 self._alone.add(requests[0].kind())
-        return [answer for request in requests for answer in self._answered([request])]
+        answers: list[Answer | Exception] = []
+        for request in requests:
+            answers.extend(self._answers_to([request]))
+        return answers
 
 
 def _percentile(ascending: Sequence[float], share: float) -> float:
     if not ascending:
         return 0.0
-    return round(
-        1000 * ascending[min(len(ascending) - 1, int(share * len(ascending)))], 3
-    )
+    position = min(len(ascending) - 1, int(share * len(ascending)))
+    return round(1000 * ascending[position], 3)

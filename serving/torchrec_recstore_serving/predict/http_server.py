@@ -259,7 +259,7 @@ class HttpServer:
                 conversions take.
         """
         given: Mapping[str, Any] = {}
-        predictor = self.models.one(model)
+        predictor = self.models.model(model)
         self.running += 1
         try:
             size = _size(body)

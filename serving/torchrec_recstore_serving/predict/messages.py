@@ -19,16 +19,22 @@ from torchrec_recstore_serving.predict import predictor_pb2 as pb
 from torchrec_recstore_serving.predict.requests import JaggedArgument, Value
 
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint8, torch.bool,
-    )
-}  # fmt: skip
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
 _MOST_DIMENSIONS = 16
 _MOST_ARGUMENTS = 1024
 _NO_BAGS = "each feature must have a list of bags, which are lists of ids"
 _GREATEST = torch.finfo(torch.float32).max
+_JSON_KINDS = {dict: "an object", list: "a list", type(None): "null"}
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 _SEND_INTEGERS = (
     "ids and lengths are integers: send 20000001, not 20000001.0, because floats do not"
@@ -55,9 +61,8 @@ def tensor_of(array: Any, name: str) -> Tensor:
             f" {', '.join(_DTYPES)}"
         )
     shape = list(array.shape)
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(
-        array.data
-    ):
+    byte_count = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or byte_count != len(array.data):
         raise ValueError(
             f"{name} of shape {shape} and dtype {array.dtype} does not have"
             f" {len(array.data)} bytes"
@@ -77,15 +82,12 @@ def value_of(argument: Any, name: str) -> Value:
     if kind == "array":
         return tensor_of(argument.array, name)
     jagged = argument.jagged
-    weights = (
-        tensor_of(jagged.weights, f"{name}.weights")
-        if jagged.HasField("weights")
-        else None
-    )
+    weights: Tensor | None = None
+    if jagged.HasField("weights"):
+        weights = tensor_of(jagged.weights, f"{name}.weights")
     lengths = tensor_of(jagged.lengths, f"{name}.lengths")
-    return bags(
-        jagged.keys, tensor_of(jagged.values, f"{name}.values"), lengths, weights, name
-    )
+    values = tensor_of(jagged.values, f"{name}.values")
+    return bags(jagged.keys, values, lengths, weights, name)
 
 
 def bags(
@@ -126,13 +128,16 @@ def arguments_of_json(
             f"a request may have at most {_MOST_ARGUMENTS} arguments, got"
             f" {len(arguments)}"
         )
-    vectors = {*jagged, *(lengths for lengths, _ in jagged.values())}
-    return {
-        name: (
-            _vector(value, name, "") if name in vectors else value_of_json(value, name)
-        )
-        for name, value in arguments.items()
-    }
+    names_of_vectors = set(jagged)
+    for lengths_name, _ in jagged.values():
+        names_of_vectors.add(lengths_name)
+    values: dict[str, Value] = {}
+    for name, value in arguments.items():
+        if name in names_of_vectors:
+            values[name] = _vector(value, name, "")
+        else:
+            values[name] = value_of_json(value, name)
+    return values
 
 
 def value_of_json(value: Any, name: str) -> Value:
@@ -145,19 +150,27 @@ def value_of_json(value: Any, name: str) -> Value:
     if not isinstance(value, dict):
         return _tensor(value, name)
     if "values" in value and "lengths" in value:
-        keys = value.get("keys")
-        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise _refused(
-                name, ".keys", keys, "it must be a list of the names of the features"
-            )
-        values, lengths = (
-            _vector(value[part], name, f".{part}") for part in ("values", "lengths")
+        return _bags_of_parts(value, name)
+    return _bags_by_feature(value, name)
+
+
+def _bags_of_parts(value: dict[str, Any], name: str) -> JaggedArgument:
+    """Returns the argument of the parts of a ``KeyedJaggedTensor``."""
+    keys = value.get("keys")
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise _refused(
+            name, ".keys", keys, "it must be a list of the names of the features"
         )
-        given = value.get("weights")
-        weights = (
-            None if given is None else _vector(given, name, ".weights", integers=False)
-        )
-        return bags(keys, values, lengths, weights, name)
+    values = _vector(value["values"], name, ".values")
+    lengths = _vector(value["lengths"], name, ".lengths")
+    weights: Tensor | None = None
+    if value.get("weights") is not None:
+        weights = _vector(value["weights"], name, ".weights", integers=False)
+    return bags(keys, values, lengths, weights, name)
+
+
+def _bags_by_feature(value: dict[str, Any], name: str) -> JaggedArgument:
+    """Returns the argument of the bags of each feature."""
     for feature, rows in value.items():
         if not isinstance(rows, list):
             raise _refused(name, f"[{feature!r}]", rows, _NO_BAGS)
@@ -168,12 +181,10 @@ def value_of_json(value: Any, name: str) -> Value:
         raise ValueError(
             f"the argument {name!r}: each feature must have one bag for each example"
         )
-    flat = [each for rows in value.values() for bag in rows for each in bag]
-    lengths = torch.tensor(
-        [len(bag) for rows in value.values() for bag in rows], dtype=torch.int64
-    )
+    all_bags = list(chain.from_iterable(value.values()))
+    lengths = torch.tensor([len(bag) for bag in all_bags], dtype=torch.int64)
     try:
-        ids = _vector(flat, name, "")
+        ids = _vector(list(chain.from_iterable(all_bags)), name, "")
     except ValueError:
         for feature, rows in value.items():
             for number, bag in enumerate(rows):
@@ -190,13 +201,13 @@ def not_finite(outputs: Mapping[str, Tensor]) -> str | None:
     None: no such.
     """
     for name, tensor in outputs.items():
-        bad = ~torch.isfinite(tensor.double())
-        if bad.any():
-            place = bad.nonzero()[0].tolist()
-            found = float(tensor[tuple(place)])
+        is_bad = ~torch.isfinite(tensor.double())
+        if is_bad.any():
+            indices = is_bad.nonzero()[0].tolist()
+            number = float(tensor[tuple(indices)])
+            place = _indices(indices) or "its only place"
             return (
-                f"the model returns {found} in {name!r} at"
-                f" {_indices(place) or 'its only place'}, which JSON has not"
+                f"the model returns {number} in {name!r} at {place}, which JSON has not"
             )
     return None
 
@@ -204,10 +215,10 @@ def not_finite(outputs: Mapping[str, Tensor]) -> str | None:
 def place_of_float(value: Any) -> str:
     """Returns the place and the text of the first float in nested lists of JSON."""
     if isinstance(value, list):
-        for place, each in enumerate(value):
-            found = place_of_float(each)
-            if found:
-                return f"[{place}]{found}"
+        for index, entry in enumerate(value):
+            place = place_of_float(entry)
+            if place:
+                return f"[{index}]{place}"
         return ""
     return f": {value!r}" if isinstance(value, float) else ""
 
@@ -234,31 +245,46 @@ def _tensor(value: Any, name: str) -> Tensor:
                 f" {_indices([0] * len(shape))}: a tensor has at most"
                 f" {_MOST_DIMENSIONS} dimensions"
             )
-        sizes = [len(each) if isinstance(each, list) else -1 for each in level]
+        sizes = [len(entry) if isinstance(entry, list) else -1 for entry in level]
         if len(set(sizes)) > 1 or sizes[0] == 0:
-            wrong = next((i for i, size in enumerate(sizes) if size != sizes[0]), 0)
-            if not isinstance(level[wrong], list) or not isinstance(level[0], list):
-                raise _refused(
-                    name,
-                    _place(wrong, shape),
-                    level[wrong],
-                    "there are lists and numbers at one depth",
-                )
-            if sizes[0] == 0:
-                raise _refused(
-                    name,
-                    _place(0, shape),
-                    [],
-                    "an empty list does not tell the shape and the dtype",
-                )
-            raise ValueError(
-                f"the argument {name!r} has {sizes[wrong]} entries at"
-                f" {_place(wrong, shape)}, and {sizes[0]} at {_place(0, shape)}: lists"
-                " of one depth must have the same length"
-            )
+            raise _uneven(name, level, sizes, shape)
         shape.append(sizes[0])
         level = list(chain.from_iterable(level))
     return _numbers(level, kinds, name, lambda i: _place(i, shape)).view(shape)
+
+
+def _uneven(
+    name: str, level: list[Any], sizes: list[int], shape: list[int]
+) -> ValueError:
+    """Returns the error about lists of one depth that are no part of a tensor.
+
+    Args:
+        name: The name of the argument.
+        level: The entries of this depth.
+        sizes: Their lengths, -1 for a number.
+        shape: The lengths of the lists of the depths before.
+    """
+    different = (i for i, size in enumerate(sizes) if size != sizes[0])
+    wrong = next(different, 0)
+    if not isinstance(level[wrong], list) or not isinstance(level[0], list):
+        return _refused(
+            name,
+            _place(wrong, shape),
+            level[wrong],
+            "there are lists and numbers at one depth",
+        )
+    if sizes[0] == 0:
+        return _refused(
+            name,
+            _place(0, shape),
+            [],
+            "an empty list does not tell the shape and the dtype",
+        )
+    return ValueError(
+        f"the argument {name!r} has {sizes[wrong]} entries at"
+        f" {_place(wrong, shape)}, and {sizes[0]} at {_place(0, shape)}: lists"
+        " of one depth must have the same length"
+    )
 
 
 def _vector(value: Any, name: str, where: str, *, integers: bool = True) -> Tensor:
@@ -267,23 +293,15 @@ def _vector(value: Any, name: str, where: str, *, integers: bool = True) -> Tens
     An empty list is an empty vector.
     """
     if not isinstance(value, list):
-        raise _refused(
-            name,
-            where,
-            value,
-            (
-                "it must be a list of integers"
-                if integers
-                else "it must be a list of numbers"
-            ),
-        )
+        kind = "integers" if integers else "numbers"
+        raise _refused(name, where, value, f"it must be a list of {kind}")
     if not value:
         return _NO_IDS if integers else _NO_IDS.float()
     kinds = set(map(type, value))
     if not integers and kinds == {int}:
         kinds = {int, float}
     if integers and kinds != {int}:
-        wrong = next(i for i, each in enumerate(value) if type(each) is not int)
+        wrong = next(i for i, entry in enumerate(value) if type(entry) is not int)
         raise _refused(name, f"{where}[{wrong}]", value[wrong], _SEND_INTEGERS)
     return _numbers(value, kinds, name, lambda i: f"{where}[{i}]")
 
@@ -297,23 +315,20 @@ def _numbers(
     if kinds == {bool}:
         return torch.tensor(numbers)
     if not kinds <= {int, float}:
-        wrong = next(
-            i for i, each in enumerate(numbers) if type(each) not in (int, float)
-        )
+        others = (i for i, n in enumerate(numbers) if type(n) not in (int, float))
+        wrong = next(others)
         raise _refused(name, place(wrong), numbers[wrong], "it must be a number")
     if kinds == {int}:
         try:
             return torch.tensor(numbers, dtype=torch.int64)
         except (RuntimeError, ValueError, OverflowError):
-            wrong = next(
-                i for i, each in enumerate(numbers) if not -(2**63) <= each < 2**63
-            )
+            too_large = (i for i, n in enumerate(numbers) if not -(2**63) <= n < 2**63)
+            wrong = next(too_large)
             raise _refused(
                 name, place(wrong), numbers[wrong], "int64 does not hold it"
             ) from None
-    tensor = torch.tensor(
-        [each if -_GREATEST <= each <= _GREATEST else math.inf for each in numbers]
-    )
+    bounded = [n if -_GREATEST <= n <= _GREATEST else math.inf for n in numbers]
+    tensor = torch.tensor(bounded)
     if not bool(torch.isfinite(tensor).all()):
         wrong = int((~torch.isfinite(tensor)).nonzero()[0])
         raise _refused(
@@ -327,13 +342,10 @@ def _numbers(
 
 def _refused(name: str, where: str, value: Any, why: str) -> ValueError:
     """Returns the error about a value at a place of an argument."""
-    text = {dict: "an object", list: "a list", type(None): "null"}.get(
-        type(value)
-    ) or repr(value)[:40]
-    return ValueError(
-        f"the argument {name!r} has {'[]' if value == [] else text} at {name}{where}:"
-        f" {why}"
-    )
+    text = _JSON_KINDS.get(type(value)) or repr(value)[:40]
+    if value == []:
+        text = "[]"
+    return ValueError(f"the argument {name!r} has {text} at {name}{where}: {why}")
 
 
 def _place(number: int, shape: Sequence[int]) -> str:
@@ -346,4 +358,4 @@ def _place(number: int, shape: Sequence[int]) -> str:
 
 
 def _indices(place: Sequence[int]) -> str:
-    return "".join(f"[{each}]" for each in place)
+    return "".join(f"[{index}]" for index in place)

@@ -29,6 +29,8 @@ _GAUGES = {
     "problem": "Whether the newest publication cannot be served: 1 or 0.",
     "number": "The number of the publication that is served.",
 }
+_REASONS = ("problem", "not_ready")
+"""The gauges that say whether the state has a reason."""
 _COUNTERS = {
     "fulls_loaded": "The number of full exports that were loaded.",
     "deltas_applied": "The number of deltas that were applied.",
@@ -65,7 +67,8 @@ class PredictorMetrics:
         import prometheus_client as prometheus
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        registry, labels = prometheus.CollectorRegistry(), ["model"] if named else []
+        registry = prometheus.CollectorRegistry()
+        labels = ["model"] if named else []
         prometheus.ProcessCollector(registry=registry)
         prometheus.PlatformCollector(registry=registry)
         self._seconds = prometheus.Histogram(
@@ -84,16 +87,18 @@ class PredictorMetrics:
 
         class OfFollowers:
             def collect(self) -> Iterator[Any]:
-                now = {model: _numbers(state) for model, state in states().items()}
-                for names, family in (
+                numbers_of = {
+                    model: _numbers(state) for model, state in states().items()
+                }
+                for texts, kind in (
                     (_GAUGES, GaugeMetricFamily),
                     (_COUNTERS, CounterMetricFamily),
                 ):
-                    for name, text in names.items():
-                        found = family(f"recstore_follow_{name}", text, labels=labels)
-                        for model, numbers in now.items():
-                            found.add_metric([model][: len(labels)], numbers[name])
-                        yield found
+                    for name, text in texts.items():
+                        metric = kind(f"recstore_follow_{name}", text, labels=labels)
+                        for model, numbers in numbers_of.items():
+                            metric.add_metric([model] if named else [], numbers[name])
+                        yield metric
 
         registry.register(OfFollowers())
         self._registry = registry
@@ -105,9 +110,13 @@ class PredictorMetrics:
 
     def observe(self, model: str, seconds: float, failed: bool) -> None:
         """Records the end of a prediction of a model."""
-        of_model = [model] if model else []
-        (self._seconds.labels(model) if model else self._seconds).observe(seconds)
-        self._predictions.labels(*of_model, "failed" if failed else "ok").inc()
+        outcome = "failed" if failed else "ok"
+        if model:
+            self._seconds.labels(model).observe(seconds)
+            self._predictions.labels(model, outcome).inc()
+        else:
+            self._seconds.observe(seconds)
+            self._predictions.labels(outcome).inc()
 
     def gauges(self, numbers: Numbers) -> None:
         """Reports further numbers."""
@@ -120,9 +129,13 @@ class PredictorMetrics:
 
 def _numbers(state: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a model's state."""
-    numbers = {name: state[name] for name in (*_GAUGES, *_COUNTERS)}
-    for name in ("problem", "not_ready"):
-        numbers[name] = numbers[name] is not None
-    for name in AGES:
-        numbers[name] = math.inf if numbers[name] is None else numbers[name]
+    numbers: dict[str, float] = {}
+    for name in (*_GAUGES, *_COUNTERS):
+        value = state[name]
+        if name in _REASONS:
+            numbers[name] = value is not None
+        elif name in AGES and value is None:
+            numbers[name] = math.inf
+        else:
+            numbers[name] = value
     return numbers

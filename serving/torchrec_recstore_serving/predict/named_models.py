@@ -11,7 +11,9 @@ from typing import Any, Protocol
 from torchrec_recstore_serving.predict.batching import Answer
 from torchrec_recstore_serving.predict.requests import Value
 
-_SOURCE = re.compile(r"(?:([\w.-]+)=)?(.+?)(?:@(\d+))?", re.ASCII)
+_SOURCE = re.compile(
+    r"(?:(?P<name>[\w.-]+)=)?(?P<place>.+?)(?:@(?P<number>\d+))?", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -37,19 +39,30 @@ def sources_of(texts: Sequence[str]) -> dict[str, ModelSource]:
     Raises:
         ValueError: A name is missing or occurs twice.
     """
-    found: dict[str, ModelSource] = {}
+    sources: dict[str, ModelSource] = {}
     for text in texts:
-        match = _SOURCE.fullmatch(text)
-        name, place, pinned = ("", text, None) if match is None else match.groups()
+        name, source = _source_of(text)
         if len(texts) > 1 and not name:
             raise ValueError(f"each of several sources needs a name: write NAME={text}")
-        if name in found:
+        if name in sources:
             raise ValueError(
                 f"there are two sources with the name {name}: each needs a name of"
                 " its own"
             )
-        found[name or ""] = ModelSource(place, None if pinned is None else int(pinned))
-    return found
+        sources[name] = source
+    return sources
+
+
+def _source_of(text: str) -> tuple[str, ModelSource]:
+    """Returns the name, which may be ``""``, and the source of
+    ``[NAME=]SOURCE[@NUMBER]``.
+    """
+    match = _SOURCE.fullmatch(text)
+    if match is None:
+        return "", ModelSource(text)
+    number = match["number"]
+    pinned = None if number is None else int(number)
+    return match["name"] or "", ModelSource(match["place"], pinned)
 
 
 class Answering(Protocol):
@@ -90,13 +103,11 @@ class NamedModels:
         """
         if not name or name in self._models:
             return None
-        names = ", ".join(filter(None, self._models))
-        return (
-            f"there is no model {name!r}:"
-            f" {f'the models are {names}' if names else 'the only model has no name'}"
-        )
+        if "" in self._models:
+            return f"there is no model {name!r}: the only model has no name"
+        return f"there is no model {name!r}: the models are {', '.join(self._models)}"
 
-    def one(self, name: str | None) -> Answering:
+    def model(self, name: str | None) -> Answering:
         """Returns the model of a name that is known.
 
         Without a name: the first model.
@@ -109,8 +120,9 @@ class NamedModels:
         Without a name: of all models, by name if they have names.
         """
         if name or "" in self._models:
-            return self.one(name).state()
-        return {"models": {each: model.state() for each, model in self._models.items()}}
+            return self.model(name).state()
+        states = {name: model.state() for name, model in self._models.items()}
+        return {"models": states}
 
     def not_ready(self, name: str | None = None) -> str | None:
         """Returns why a model is not ready.
@@ -118,13 +130,10 @@ class NamedModels:
         Without a name: why some models are not. None: they are.
         """
         if name or "" in self._models:
-            return self.one(name).not_ready()
-        reasons = {each: model.not_ready() for each, model in self._models.items()}
-        return (
-            "; ".join(
-                f"{each}: {reason}"
-                for each, reason in reasons.items()
-                if reason is not None
-            )
-            or None
-        )
+            return self.model(name).not_ready()
+        reasons: list[str] = []
+        for model_name, model in self._models.items():
+            reason = model.not_ready()
+            if reason is not None:
+                reasons.append(f"{model_name}: {reason}")
+        return "; ".join(reasons) if reasons else None

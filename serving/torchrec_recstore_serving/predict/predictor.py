@@ -364,7 +364,7 @@ class _Service(PredictorServicer):
             arguments = {
                 name: value_of(each, name) for name, each in request.arguments.items()
             }
-            answer = self._models.one(request.model).submit(arguments).result()
+            answer = self._models.model(request.model).submit(arguments).result()
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, shortened(str(error)))
         except ConnectionError as error:

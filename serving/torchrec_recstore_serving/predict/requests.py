@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +45,10 @@ class JaggedArgument:
                 "values must have one dimension, and lengths must be a multiple of the"
                 " number of features"
             )
-        if bool((self.lengths < 0).any()) or int(self.lengths.sum()) != len(
-            self.values
-        ):
+        total = int(self.lengths.sum())
+        if bool((self.lengths < 0).any()) or total != len(self.values):
             raise ValueError(
-                f"the lengths are {int(self.lengths.sum())} in total, and there are"
+                f"the lengths are {total} in total, and there are"
                 f" {len(self.values)} values"
             )
         if self.weights is not None and self.weights.shape != self.values.shape:
@@ -56,6 +56,16 @@ class JaggedArgument:
                 f"there are {len(self.values)} values and {self.weights.numel()}"
                 " weights"
             )
+
+    def kind(self) -> Hashable:
+        """Returns what arguments must have in common to be joined."""
+        return (
+            self.keys,
+            self.values.dtype,
+            self.lengths.shape[0],
+            self.lengths.dtype,
+            self.weights is None,
+        )
 
 
 Value = Tensor | JaggedArgument
@@ -77,21 +87,13 @@ class Request:
 
     def kind(self) -> Hashable:
         """Returns what requests must have in common to become one batch."""
-        return tuple(
-            (
-                (
-                    name,
-                    value.keys,
-                    value.values.dtype,
-                    value.lengths.shape[0],
-                    value.lengths.dtype,
-                    value.weights is None,
-                )
-                if isinstance(value, JaggedArgument)
-                else (name, value.dtype, value.shape[1:])
-            )
-            for name, value in sorted(self.arguments.items())
-        )
+        kinds: list[Hashable] = []
+        for name, value in sorted(self.arguments.items()):
+            if isinstance(value, JaggedArgument):
+                kinds.append((name, value.kind()))
+            else:
+                kinds.append((name, value.dtype, value.shape[1:]))
+        return tuple(kinds)
 
 
 def request_of(
@@ -110,7 +112,8 @@ def request_of(
     """
     joined: dict[str, Value] = dict(arguments)
     for name, (lengths_name, features) in jagged.items():
-        values, lengths = joined.get(name), joined.pop(lengths_name, None)
+        values = joined.get(name)
+        lengths = joined.pop(lengths_name, None)
         if not isinstance(values, Tensor) or not isinstance(lengths, Tensor):
             raise ValueError(
                 f"the arguments {name!r} and {lengths_name!r} must be tensors"
@@ -121,16 +124,16 @@ def request_of(
                 " lengths"
             )
         joined[name] = JaggedArgument((), values, lengths.view(features, -1))
-    counts = {
-        (
-            value.lengths.shape[1]
-            if isinstance(value, JaggedArgument)
-            else (value.shape[0] if value.dim() else None)
-        )
-        for value in joined.values()
-    }
+    counts = {_examples_of(value) for value in joined.values()}
     examples = counts.pop() if len(counts) == 1 else None
     return Request(joined, examples)
+
+
+def _examples_of(value: Value) -> int | None:
+    """Returns the number of examples of an argument. None: a tensor without rows."""
+    if isinstance(value, JaggedArgument):
+        return value.lengths.shape[1]
+    return value.shape[0] if value.dim() else None
 
 
 def merged(requests: Sequence[Request]) -> Request:
@@ -142,45 +145,47 @@ def merged(requests: Sequence[Request]) -> Request:
     for name, value in first.arguments.items():
         parts = [request.arguments[name] for request in requests]
         if isinstance(value, JaggedArgument):
-            arguments[name] = _merged_bags(
-                [part for part in parts if isinstance(part, JaggedArgument)]
-            )
+            bags = [part for part in parts if isinstance(part, JaggedArgument)]
+            arguments[name] = _merged_bags(bags)
         else:
-            arguments[name] = torch.cat(
-                [part for part in parts if isinstance(part, Tensor)]
-            )
+            tensors = [part for part in parts if isinstance(part, Tensor)]
+            arguments[name] = torch.cat(tensors)
     return Request(arguments, sum(request.examples or 0 for request in requests))
 
 
 def _merged_bags(parts: Sequence[JaggedArgument]) -> JaggedArgument:
     first = parts[0]
     counts = [part.lengths.sum(1).tolist() for part in parts]
-
-    def by_feature(tensors: Sequence[Tensor]) -> Tensor:
-        pieces = [
-            torch.split(tensor, count)
-            for tensor, count in zip(tensors, counts, strict=True)
-        ]
-        return torch.cat(
-            [
-                piece[feature]
-                for feature in range(len(first.lengths))
-                for piece in pieces
-            ]
-        )
-
+    weights: Tensor | None = None
+    if first.weights is not None:
+        weights_of_parts = [part.weights for part in parts if part.weights is not None]
+        weights = _joined_by_feature(weights_of_parts, counts)
     return JaggedArgument(
-        first.keys,
-        by_feature([part.values for part in parts]),
-        torch.cat([part.lengths for part in parts], dim=1),
-        (
-            None
-            if first.weights is None
-            else by_feature(
-                [part.weights for part in parts if part.weights is not None]
-            )
-        ),
+        keys=first.keys,
+        values=_joined_by_feature([part.values for part in parts], counts),
+        lengths=torch.cat([part.lengths for part in parts], dim=1),
+        weights=weights,
     )
+
+
+def _joined_by_feature(
+    tensors: Sequence[Tensor], counts: Sequence[Sequence[int]]
+) -> Tensor:
+    """Joins the ids or weights of several arguments, so that those of one feature are
+    beside each other.
+
+    Args:
+        tensors: For each argument, (N,). The ids or weights of all bags.
+        counts: For each argument, the number of ids of each feature.
+    """
+    split_tensors = [
+        torch.split(tensor, counts_of_tensor)  # type: ignore[arg-type]
+        for tensor, counts_of_tensor in zip(tensors, counts, strict=True)
+    ]
+    pieces: list[Tensor] = []
+    for of_feature in zip(*split_tensors, strict=True):
+        pieces.extend(of_feature)
+    return torch.cat(pieces)
 
 
 def call(
@@ -200,10 +205,9 @@ def call(
         if not isinstance(value, JaggedArgument):
             arguments[name] = value
         elif name in jagged:
-            arguments[name], arguments[jagged[name][0]] = (
-                value.values,
-                value.lengths.reshape(-1),
-            )
+            lengths_name, _ = jagged[name]
+            arguments[name] = value.values
+            arguments[lengths_name] = value.lengths.reshape(-1)
         else:
             # Models of plain tensors are served without TorchRec.
             from torchrec import KeyedJaggedTensor
@@ -228,26 +232,24 @@ def _refusal(error: Exception, arguments: Mapping[str, object]) -> ValueError | 
 
     None: another error.
     """
-    last = (str(error).strip().splitlines() or [""])[-1]
-    floats = [
-        name
-        for name, value in arguments.items()
-        if isinstance(value, Tensor) and not _are_integers(value)
-    ]
-    if floats and _NO_INTEGERS in last:
+    lines = str(error).strip().splitlines()
+    last_line = lines[-1] if lines else ""
+    tensors = {
+        name: value for name, value in arguments.items() if isinstance(value, Tensor)
+    }
+    floats = [name for name, tensor in tensors.items() if not _are_integers(tensor)]
+    if floats and _NO_INTEGERS in last_line:
         return ValueError(
             f"{FLOAT_IDS}, and the argument(s) {', '.join(map(repr, floats))} hold"
             " floats"
         )
-    kind, _, cause = last.partition("ValueError: ")
+    kind, _, cause = last_line.partition("ValueError: ")
     if kind != "builtins.":
         return None
-    given = (
-        f"{name!r} of shape {list(each.shape)}"
-        for name, each in arguments.items()
-        if isinstance(each, Tensor)
-    )
-    return ValueError(f"the model refuses its arguments ({', '.join(given)}): {cause}")
+    shapes = [
+        f"{name!r} of shape {list(tensor.shape)}" for name, tensor in tensors.items()
+    ]
+    return ValueError(f"the model refuses its arguments ({', '.join(shapes)}): {cause}")
 
 
 def _are_integers(tensor: Tensor) -> bool:
@@ -256,17 +258,14 @@ def _are_integers(tensor: Tensor) -> bool:
     )
 
 
-def _outputs(result: object) -> dict[str, Tensor]:
+def _outputs(result: Any) -> dict[str, Tensor]:
     if isinstance(result, Tensor):
         return {"output": result}
     if isinstance(result, tuple | list):
-        result = {str(place): each for place, each in enumerate(result)}
-    if (
-        isinstance(result, dict)
-        and result
-        and all(isinstance(each, Tensor) for each in result.values())
-    ):
-        return {str(name): each for name, each in result.items()}
+        result = dict(enumerate(result))
+    outputs = result.values() if isinstance(result, dict) else []
+    if outputs and all(isinstance(output, Tensor) for output in outputs):
+        return {str(name): output for name, output in result.items()}
     raise TypeError(
         f"the model returns {type(result).__name__}: it must return tensors, or a tuple"
         " or dict of tensors"
@@ -283,12 +282,11 @@ def split(
     if len(requests) == 1:
         return [dict(outputs)]
     counts = [request.examples or 0 for request in requests]
-    if any(
-        each.dim() == 0 or each.shape[0] != sum(counts) for each in outputs.values()
-    ):
-        return None
-    parts = {name: torch.split(each, counts) for name, each in outputs.items()}
-    return [
-        {name: each[place] for name, each in parts.items()}
-        for place in range(len(requests))
-    ]
+    total = sum(counts)
+    parts: list[dict[str, Tensor]] = [{} for _ in requests]
+    for name, output in outputs.items():
+        if output.dim() == 0 or output.shape[0] != total:
+            return None
+        for part, rows in zip(parts, torch.split(output, counts), strict=True):
+            part[name] = rows
+    return parts

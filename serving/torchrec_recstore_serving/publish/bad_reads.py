@@ -32,6 +32,11 @@ class _BadRead:
     contents: str | None = None
     times: int = 0
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the file is not read again."""
+        return self.contents is not None and self.times >= _LAST_READ
+
 
 class BadReads:
     """Files that could not be used.
@@ -44,55 +49,53 @@ class BadReads:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, _BadRead] = {}
+        self._bad_reads: dict[Hashable, _BadRead] = {}
 
     def cause(self, file: Hashable) -> str | None:
         """Returns the reason why a file must not be read now. None: it can be read."""
-        bad = self._found.get(file)
-        return (
-            bad.cause
-            if bad is not None
-            and (self._is_final(bad) or time.monotonic() < bad.again_at)
-            else None
-        )
+        bad_read = self._bad_reads.get(file)
+        if bad_read is None:
+            return None
+        if bad_read.is_final or time.monotonic() < bad_read.again_at:
+            return bad_read.cause
+        return None
 
     def add(self, file: Hashable, error: BaseException) -> str:
         """Records a failed read, and returns the reason."""
-        bad = self._found.setdefault(file, _BadRead(""))
+        bad_read = self._bad_reads.setdefault(file, _BadRead(""))
         contents: str | None = getattr(error, "contents", None)
-        bad.times = bad.times + 1 if contents == bad.contents else 1
-        bad.cause, bad.contents = last_line(error), contents
-        bad.pause_s = min(max(2 * bad.pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-        bad.again_at = time.monotonic() + bad.pause_s
-        if self._is_final(bad):
-            bad.cause = f"{bad.cause}, in {bad.times} reads"
-        return bad.cause
+        bad_read.times = bad_read.times + 1 if contents == bad_read.contents else 1
+        bad_read.contents = contents
+        bad_read.cause = last_line(error)
+        pause_s = max(2 * bad_read.pause_s, _FIRST_PAUSE_S)
+        bad_read.pause_s = min(pause_s, _LONGEST_PAUSE_S)
+        bad_read.again_at = time.monotonic() + bad_read.pause_s
+        if bad_read.is_final:
+            bad_read.cause = f"{bad_read.cause}, in {bad_read.times} reads"
+        return bad_read.cause
 
     def next_read(self, file: Hashable) -> str:
         """Returns when a file is read again, for messages: ``which is read again in 1.5
         s``.
         """
-        bad = self._found.get(file)
-        if bad is None:
+        bad_read = self._bad_reads.get(file)
+        if bad_read is None:
             return "which is read now"
-        if self._is_final(bad):
+        if bad_read.is_final:
             return "which is not read again"
-        return (
-            f"which is read again in {max(0.0, bad.again_at - time.monotonic()):.1f} s"
-        )
+        seconds = max(0.0, bad_read.again_at - time.monotonic())
+        return f"which is read again in {seconds:.1f} s"
 
     def is_final(self, file: Hashable) -> bool:
         """Returns whether a file is not read again."""
-        return file in self._found and self._is_final(self._found[file])
+        return file in self._bad_reads and self._bad_reads[file].is_final
 
     def clear(self) -> None:
         """Forgets all files."""
-        self._found.clear()
-
-    def _is_final(self, bad: _BadRead) -> bool:
-        return bad.contents is not None and bad.times >= _LAST_READ
+        self._bad_reads.clear()
 
 
 def last_line(error: BaseException) -> str:
     """Returns the last line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__

@@ -23,11 +23,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from torchrec_recstore.utils import warn_user
-from torchrec_recstore_serving.export.delta import (
-    checked_delta,
-    load_libraries,
-    private_copy,
-)
+from torchrec_recstore_serving.export.delta import checked_delta
+from torchrec_recstore_serving.export.opening import load_libraries, private_copy
 from torchrec_recstore_serving.export.signing import key_at
 from torchrec_recstore_serving.export.verification import check_file, compile_checksums
 from torchrec_recstore_serving.publish.bad_reads import BadReads, last_line

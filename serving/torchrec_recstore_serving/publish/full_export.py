@@ -18,7 +18,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchrec_recstore_serving.export.delta import load_export, write_tensors
+from torchrec_recstore_serving.export.delta import write_tensors
+from torchrec_recstore_serving.export.opening import load_export
 from torchrec_recstore_serving.export.row_formats import TYPE_NUMBERS
 from torchrec_recstore_serving.export.signing import Key
 from torchrec_recstore_serving.export.tables_on_servers import served_on_servers

@@ -134,10 +134,11 @@ class Program:
         natives: dict[int, Any] = {}
         for path, module in script_tables(script):
             table = served.get_submodule(path)
-            assert isinstance(table, ServedTable)
             if isinstance(table, ServerTable):
                 module.native = table.native
-            elif self._index == "hash" and table.has_ids:
+                continue
+            assert isinstance(table, ServedTable)
+            if self._index == "hash" and table.has_ids:
                 if id(table) not in natives:
                     natives[id(table)] = _native(table)
                 module.native = natives[id(table)]
@@ -294,7 +295,7 @@ def _without_rows(served: nn.Module) -> nn.Module:
     for _, table in served_tables(served):
         if isinstance(table, ServerTable):
             replaced[id(table)] = table
-        elif table.has_ids:
+        elif isinstance(table, ServedTable) and table.has_ids:
             no_ids = torch.empty(0, dtype=torch.int64)
             replaced[id(table)] = HashedTable(
                 table.name, table.dim, table.row_format, no_ids, table.rows[:1]

@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -32,11 +32,11 @@ from torchrec_recstore_serving.export.delta import (
     DeltaInfo,
     check_attributes,
     checked_delta,
-    is_hashed,
     write_delta,
 )
 from torchrec_recstore_serving.export.from_model import read_changes, read_model
 from torchrec_recstore_serving.export.hashed_tables import check_index
+from torchrec_recstore_serving.export.opening import is_hashed
 from torchrec_recstore_serving.export.scriptable_modules import scriptable
 from torchrec_recstore_serving.export.signing import Key, key_at
 from torchrec_recstore_serving.export.verification import compile_checksums
@@ -354,7 +354,7 @@ class _Reading:
     """
 
     served: nn.Module
-    changes: Sequence[ChangedRows] | None = None
+    changes: Mapping[str, ChangedRows] | None = None
 
 
 class _Writer:

@@ -70,7 +70,7 @@ def export_retrieval(
     served = model if isinstance(model, torch.jit.ScriptModule) else None
     env = whole_environment()
     with refused_together(env):
-        made = Retrieval(
+        retrieval = Retrieval(
             table,
             tower=tower,
             metric=metric,
@@ -81,9 +81,9 @@ def export_retrieval(
         check_index(index)
         if path is not None and env.rank == 0:
             check_path(Path(path))
-    exported = (
-        model if served is not None else read_model(model, dtype, 0, None, env, {})
-    )
+    exported = model
+    if served is None:
+        exported = read_model(model, dtype, 0, None, env, marks={})
     with refused_together(env):
         if served is None:
             served = scripted(scriptable(exported, index=index))
@@ -92,7 +92,7 @@ def export_retrieval(
                 "model is not a model that export_for_inference or export_checkpoint"
                 " has written"
             )
-        made.update(served)
+        retrieval.update(served)
         if path is not None and env.rank == 0:
-            made.write(path)
-    return made
+            retrieval.write(path)
+    return retrieval

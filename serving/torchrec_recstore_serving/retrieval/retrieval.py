@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from torchrec_recstore.checkpoint.files import whole_file
 from torchrec_recstore.utils import warn_user
-from torchrec_recstore_serving.export.delta import is_hashed
+from torchrec_recstore_serving.export.opening import is_hashed
 from torchrec_recstore_serving.export.sorted_tables import served_table
 from torchrec_recstore_serving.retrieval.vector_index import QUERIES, VectorIndex, faiss
 
@@ -40,25 +41,26 @@ class _Readers:
         self._condition = threading.Condition()
         self._readers = 0
         self._writing = False
-        self._mine = threading.local()
+        self._of_thread = threading.local()
+        """Its ``depth``: how many times the thread holds the lock for reading."""
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        depth = getattr(self._mine, "depth", 0)
+        depth = getattr(self._of_thread, "depth", 0)
         with self._condition:
             self._condition.wait_for(lambda: depth > 0 or not self._writing)
             self._readers += 1
-        self._mine.depth = depth + 1
+        self._of_thread.depth = depth + 1
         try:
             yield
         finally:
-            self._mine.depth = depth
+            self._of_thread.depth = depth
             with self._condition:
                 self._readers -= 1
                 self._condition.notify_all()
 
     def refuse_reader(self) -> None:
-        if getattr(self._mine, "depth", 0):
+        if getattr(self._of_thread, "depth", 0):
             raise RuntimeError(
                 "this thread holds a version of the index, and would wait for itself:"
                 " end hold() first"
@@ -76,6 +78,21 @@ class _Readers:
             with self._condition:
                 self._writing = False
                 self._condition.notify_all()
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """The changes of a table in a delta.
+
+    Args:
+        ids: (N,) int64. The ids of the rows that are new or have changed.
+        rows: (N, ...). These rows in the row format.
+        removed: (M,) int64. The ids that no longer have a row.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    removed: Tensor
 
 
 class Retrieval:
@@ -156,9 +173,9 @@ class Retrieval:
         self.clusters = clusters
         self.min_recall = float(min_recall)
         self.tower = tower
-        self._queries = (
-            None if queries is None else _checked_vectors(queries, "queries")[:QUERIES]
-        )
+        self._queries: Tensor | None = None
+        if queries is not None:
+            self._queries = _checked_vectors(queries, "queries")[:QUERIES]
         self._index: VectorIndex | None = None
         """The index. None: there is no vector."""
         self._version: str | None = None
@@ -236,15 +253,14 @@ class Retrieval:
                 )
             if self._index is None:
                 worst = -torch.inf if self.metric == "inner_product" else torch.inf
-                return torch.full((len(vectors), k), worst), torch.full(
-                    (len(vectors), k), -1
-                )
+                scores = torch.full((len(vectors), k), worst)
+                ids = torch.full((len(vectors), k), -1)
+                return scores, ids
             if vectors.shape[1] != self._index.dim:
-                columns = (
-                    f"{vectors.shape[1]} columns, and the vectors of {self.table!r}"
-                    f" have {self._index.dim}"
+                raise ValueError(
+                    f"queries have {vectors.shape[1]} columns, and the vectors of"
+                    f" {self.table!r} have {self._index.dim}"
                 )
-                raise ValueError(f"queries have {columns}")
             return self._index.search(vectors, k)
 
     def write(self, path: str | Path) -> None:
@@ -293,65 +309,70 @@ class Retrieval:
         self._readers.refuse_reader()
         with self._updating, torch.no_grad():
             version = served.recstore_version()
-            if version != self._version:
-                changes = None if delta is None else self._changes(served, delta)
-                if changes is None:
-                    self._rebuild(served, version)
-                    return
-                ids, vectors = self._finite(
-                    changes[0], self._vectors(served, *changes[:2])
-                )
-                gone = torch.cat([changes[0], changes[2]])
-                assert self._index is not None
-                if len(vectors) and vectors.shape[1] != self._index.dim:
-                    before = f"{vectors.shape[1]} columns, and {self._index.dim} before"
-                    raise ValueError(
-                        f"the tower of table {self.table!r} returned {before}"
-                    )
-                with self._readers.writing():
-                    # If memory runs out within FAISS, the next update computes all
-                    # vectors.
-                    self._version = None
-                    self._index.change(gone, ids, vectors)
-                    self._version, self._served = version, served
-                self._index.measure_again()
-            else:
+            if version == self._version:
                 with self._readers.writing():
                     self._served = served
+                return
+            changes = None if delta is None else self._changes(served, delta)
+            if changes is None:
+                self._rebuild(served, version)
+            else:
+                self._change(served, version, changes)
 
     def _changes(
         self, served: torch.jit.ScriptModule, delta: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Returns the changed ids, their rows, and the removed ids; None if all vectors
-        must be computed.
-        """
-        if (
-            self._index is None
-            or bytes(delta["base"].tolist()).decode() != self._version
-        ):
+    ) -> _Changes | None:
+        """Returns the changes of the table; None if all vectors must be computed."""
+        if self._index is None:
             return None
-        mine = [f"{self.table}/{kind}" for kind in ("ids", "rows", "removed")]
-        others = delta.keys() - {*mine, *_DELTA_KEYS}
-        if callable(self.tower) and others:
+        base = bytes(delta["base"].tolist()).decode()
+        if base != self._version:
             return None
-        # A delta of a model with a sorted index has a tensor under one of its names
-        # only.
-        prefix = f"dense/{self.tower}." if is_hashed(served) else "dense/"
-        if isinstance(self.tower, str) and any(
-            key.startswith(prefix) for key in others
-        ):
+        ids_key = f"{self.table}/ids"
+        rows_key = f"{self.table}/rows"
+        removed_key = f"{self.table}/removed"
+        other_keys = delta.keys() - {ids_key, rows_key, removed_key, *_DELTA_KEYS}
+        if callable(self.tower) and other_keys:
             return None
-        none = torch.empty(0, dtype=torch.int64)
-        if mine[0] not in delta:
-            return none, none, none
-        ids, rows, removed = (delta[key] for key in mine)
+        if isinstance(self.tower, str):
+            # A delta of a model with a sorted index has a tensor under one of its names
+            # only.
+            prefix = f"dense/{self.tower}." if is_hashed(served) else "dense/"
+            if any(key.startswith(prefix) for key in other_keys):
+                return None
+        if ids_key not in delta:
+            nothing = torch.empty(0, dtype=torch.int64)
+            return _Changes(nothing, nothing, nothing)
         if self._index.is_worn(self.clusters, len(self)):
             return None
-        return ids, rows, removed
+        return _Changes(delta[ids_key], delta[rows_key], delta[removed_key])
+
+    def _change(
+        self, served: torch.jit.ScriptModule, version: str, changes: _Changes
+    ) -> None:
+        """Brings the index to a version by the changes since its own."""
+        assert self._index is not None
+        vectors = self._vectors(served, changes.ids, changes.rows)
+        ids, vectors = self._finite(changes.ids, vectors)
+        if len(vectors) and vectors.shape[1] != self._index.dim:
+            raise ValueError(
+                f"the tower of table {self.table!r} returned {vectors.shape[1]}"
+                f" columns, and {self._index.dim} before"
+            )
+        removed = torch.cat([changes.ids, changes.removed])
+        with self._readers.writing():
+            # If memory runs out within FAISS, the next update computes all vectors.
+            self._version = None
+            self._index.change(removed, ids, vectors)
+            self._version = version
+            self._served = served
+        self._index.measure_again()
 
     def _rebuild(self, served: torch.jit.ScriptModule, version: str) -> None:
+        """Makes a new index of all vectors of a served model."""
         module = self._module(served)
-        ids, rows = served.recstore_ids(self.table), served.recstore_rows(self.table)
+        ids = served.recstore_ids(self.table)
+        rows = served.recstore_rows(self.table)
         if module.has_ids:
             rows = rows[1:]
         else:
@@ -359,17 +380,19 @@ class Retrieval:
         ids, vectors = self._finite(ids, self._vectors(served, ids, rows))
         index = None
         if len(ids):
-            index = VectorIndex.made(
-                ids,
-                vectors,
-                self.metric,
-                self.clusters,
-                self.min_recall,
-                self._queries,
-                self._index,
+            index = VectorIndex.build(
+                ids=ids,
+                vectors=vectors,
+                metric=self.metric,
+                clusters=self.clusters,
+                min_recall=self.min_recall,
+                queries=self._queries,
+                before=self._index,
             )
         with self._readers.writing():
-            self._index, self._version, self._served = index, version, served
+            self._index = index
+            self._version = version
+            self._served = served
 
     def _module(self, served: torch.jit.ScriptModule) -> Any:
         for _, module in served.named_modules():
@@ -388,65 +411,71 @@ class Retrieval:
         ``rows`` are the rows of the ids in the row format.
         """
         module = self._module(served)
-        compute = self._tower_of(served)
-        pieces = []
-        for first in range(0, len(ids), _PIECE_ROWS):
-            piece = slice(first, first + _PIECE_ROWS)
+        tower = self._tower_of(served)
+        pieces: list[Tensor] = []
+        for begin in range(0, len(ids), _PIECE_ROWS):
+            piece_ids = ids[begin : begin + _PIECE_ROWS]
             if callable(self.tower):
-                vectors = self.tower(served, ids[piece])
+                vectors = self.tower(served, piece_ids)
             else:
+                piece_rows = rows[begin : begin + _PIECE_ROWS]
                 table = served_table(
-                    self.table, module.dim, module.row_format, None, rows[piece]
+                    self.table, module.dim, module.row_format, None, piece_rows
                 )
-                vectors = compute(table.lookup(torch.arange(len(rows[piece]))))
-            where = f"the tower of table {self.table!r}"
-            if not isinstance(vectors, Tensor):
-                raise TypeError(
-                    f"{where} must return a tensor of vectors, got"
-                    f" {type(vectors).__name__}"
-                )
-            if (
-                vectors.dim() != 2
-                or len(vectors) != len(ids[piece])
-                or not vectors.shape[1]
-            ):
-                count, shape = len(ids[piece]), tuple(vectors.shape)
-                raise ValueError(
-                    f"{where} must return ({count}, D) for {count} rows, got the shape"
-                    f" {shape}"
-                )
+                vectors = tower(table.lookup(torch.arange(len(piece_rows))))
+            self._check_vectors(vectors, len(piece_ids))
             pieces.append(vectors.detach().to("cpu", torch.float32))
-        return (
-            torch.cat(pieces).contiguous() if pieces else torch.empty(0, self.dim or 1)
-        )
+        if not pieces:
+            return torch.empty(0, self.dim or 1)
+        return torch.cat(pieces).contiguous()
+
+    def _check_vectors(self, vectors: object, count: int) -> None:
+        """Refuses a result of the tower that is not a vector for each row."""
+        tower = f"the tower of table {self.table!r}"
+        if not isinstance(vectors, Tensor):
+            raise TypeError(
+                f"{tower} must return a tensor of vectors, got {type(vectors).__name__}"
+            )
+        if vectors.dim() != 2 or len(vectors) != count or not vectors.shape[1]:
+            raise ValueError(
+                f"{tower} must return ({count}, D) for {count} rows, got the shape"
+                f" {tuple(vectors.shape)}"
+            )
 
     def _tower_of(self, served: torch.jit.ScriptModule) -> Callable[[Tensor], Tensor]:
+        """Returns the function of rows that returns their vectors."""
         if not isinstance(self.tower, str):
             return lambda rows: rows
-        found: Any = dict(served.named_modules(remove_duplicate=False)).get(self.tower)
-        if found is None:
+        modules = dict(served.named_modules(remove_duplicate=False))
+        tower: Any = modules.get(self.tower)
+        if tower is None:
             raise ValueError(
                 f"the served model has no module {self.tower!r}, the tower of table"
                 f" {self.table!r}"
             )
-        if not found._c._has_method("forward"):
+        if not tower._c._has_method("forward"):
             raise ValueError(
                 f"{self.tower!r}, the tower of table {self.table!r}, cannot be called"
                 " in the served model, because TorchRec's tracer has compiled the"
                 " model: pass a function of the served model and ids as tower"
             )
-        call: Callable[[Tensor], Tensor] = found
+        call: Callable[[Tensor], Tensor] = tower
         return call
 
     def _finite(self, ids: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        finite = vectors.isfinite().all(1)
-        if bool(finite.all()):
+        """Returns the vectors without NaN and infinity, and their ids.
+
+        Warns of the other vectors.
+        """
+        is_finite = vectors.isfinite().all(1)
+        if bool(is_finite.all()):
             return ids, vectors
+        other_ids = ids[~is_finite]
         warn_user(
-            f"table {self.table!r}: {int((~finite).sum())} vectors have NaN or infinity"
-            f" and cannot be found, the first of id {int(ids[~finite][0])}"
+            f"table {self.table!r}: {len(other_ids)} vectors have NaN or infinity"
+            f" and cannot be found, the first of id {int(other_ids[0])}"
         )
-        return ids[finite], vectors[finite]
+        return ids[is_finite], vectors[is_finite]
 
 
 def _checked_vectors(vectors: object, name: str) -> Tensor:
@@ -468,11 +497,13 @@ def as_sequence(retrieval: Retrieval | Sequence[Retrieval]) -> tuple[Retrieval, 
     Raises:
         TypeError: One of them is no :class:`Retrieval`.
     """
-    every = (retrieval,) if isinstance(retrieval, Retrieval) else tuple(retrieval)
-    for each in every:
-        if not isinstance(each, Retrieval):
+    if isinstance(retrieval, Retrieval):
+        return (retrieval,)
+    indexes = tuple(retrieval)
+    for index in indexes:
+        if not isinstance(index, Retrieval):
             raise TypeError(
                 "retrieval must be a Retrieval or a sequence of these, got"
-                f" {type(each).__name__}"
+                f" {type(index).__name__}"
             )
-    return every
+    return indexes

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_AT = 100  # The number of results for which the recall is measured.
+_RECALL_AT = 100  # The number of results for which the recall is measured.
 QUERIES = 128  # The number of queries with which it is measured.
 # The recall is measured again when one of this number of vectors has changed.
 _CHANGES = 50
@@ -68,12 +68,14 @@ class VectorIndex:
 
     def __init__(self, index: Any, min_recall: float, queries: Tensor | None) -> None:
         self.index = index
-        self.alone: Tensor | None = None
+        self._minus_one: Tensor | None = None
         """(D,) float32. The vector of the id -1. None: there is none."""
         self.min_recall = min_recall
-        self.given = queries
-        self.sample = torch.empty(0, self.dim)
-        """(Q, D) float32: vectors of the index, the queries if none are given."""
+        self._queries = queries
+        self._sample = torch.empty(0, self.dim)
+        """(Q, D) float32: vectors of the index, which are the queries if there are no
+        others.
+        """
         self.changed = 0
         """The number of vectors that have changed since the recall was measured."""
         self.probes_of_new = 1
@@ -81,7 +83,7 @@ class VectorIndex:
         self._random = torch.Generator().manual_seed(0)
 
     @classmethod
-    def made(
+    def build(
         cls,
         ids: Tensor,
         vectors: Tensor,
@@ -104,38 +106,43 @@ class VectorIndex:
                 none.
         """
         library = faiss()
-        dim, count = vectors.shape[1], _count(clusters, len(ids))
-        by_product = metric == "inner_product"
-        coarse = (library.IndexFlatIP if by_product else library.IndexFlatL2)(dim)
+        dim = vectors.shape[1]
+        cluster_count = _cluster_count(clusters, len(ids))
+        if metric == "inner_product":
+            centers = library.IndexFlatIP(dim)
+            faiss_metric = library.METRIC_INNER_PRODUCT
+        else:
+            centers = library.IndexFlatL2(dim)
+            faiss_metric = library.METRIC_L2
         if (
             before is not None
             and before.dim == dim
             and not before.is_worn(clusters, len(ids))
         ):
-            coarse.add(before.index.quantizer.reconstruct_n(0, before.index.nlist))
-        elif count == 1:
-            coarse.add(np.zeros((1, dim), np.float32))
-        kind = library.METRIC_INNER_PRODUCT if by_product else library.METRIC_L2
-        index = library.IndexIVFFlat(coarse, dim, coarse.ntotal or count, kind)
-        is_new = not coarse.ntotal
+            centers.add(before.index.quantizer.reconstruct_n(0, before.index.nlist))
+        elif cluster_count == 1:
+            centers.add(np.zeros((1, dim), np.float32))
+        is_new = not centers.ntotal
+        nlist = cluster_count if is_new else centers.ntotal
+        index = library.IndexIVFFlat(centers, dim, nlist, faiss_metric)
         if is_new:
             index.train(vectors.numpy())
         index.is_trained = True
         # So that an id is removed without a search.
         index.set_direct_map_type(library.DirectMap.Hashtable)
-        made = cls(index, min_recall, queries)
-        made._add(ids, vectors)
-        made.sample = vectors[
-            torch.randperm(len(vectors), generator=made._random)[:QUERIES]
-        ]
-        made.measure()
-        made.probes_of_new = (
-            int(index.nprobe) if is_new or before is None else before.probes_of_new
-        )
-        return made
+        vector_index = cls(index, min_recall, queries)
+        vector_index._add(ids, vectors)
+        order = torch.randperm(len(vectors), generator=vector_index._random)
+        vector_index._sample = vectors[order[:QUERIES]]
+        vector_index.measure()
+        if is_new or before is None:
+            vector_index.probes_of_new = int(index.nprobe)
+        else:
+            vector_index.probes_of_new = before.probes_of_new
+        return vector_index
 
     def __len__(self) -> int:
-        return int(self.index.ntotal) + (self.alone is not None)
+        return int(self.index.ntotal) + (self._minus_one is not None)
 
     @property
     def dim(self) -> int:
@@ -146,36 +153,42 @@ class VectorIndex:
         """Returns whether ``count`` vectors need new clusters: they are too few, or a
         search reads too many.
         """
-        return bool(
-            _count(clusters, count) >= 2 * self.index.nlist
-            or self.index.nprobe > 2 * self.probes_of_new
-        )
+        too_few = _cluster_count(clusters, count) >= 2 * self.index.nlist
+        too_many_probes = self.index.nprobe > 2 * self.probes_of_new
+        return bool(too_few or too_many_probes)
 
-    def change(self, gone: Tensor, ids: Tensor, vectors: Tensor) -> None:
-        """Removes the vectors of ``gone`` (M,), of which some may have none, and then
-        adds those of ``ids``.
+    def change(self, removed: Tensor, ids: Tensor, vectors: Tensor) -> None:
+        """Removes and adds vectors.
+
+        Args:
+            removed: (M,) int64. The ids whose vectors are removed. Some may have none.
+            ids: (N,) int64. The ids whose vectors are then added.
+            vectors: (N, D) float32. Their vectors.
         """
-        self.index.remove_ids(faiss().IDSelectorArray(gone.contiguous().numpy()))
-        if bool((gone == -1).any()):
-            self.alone = None
+        self.index.remove_ids(faiss().IDSelectorArray(removed.contiguous().numpy()))
+        if bool((removed == -1).any()):
+            self._minus_one = None
         self._add(ids, vectors)
-        self.changed += len(gone)
-        # Of the sample, the share of the new vectors in the index is exchanged.
-        count = min(
-            len(self.sample),
-            len(ids),
-            -(-len(self.sample) * len(ids) // max(1, len(self))),
-        )
-        places = torch.randperm(len(self.sample), generator=self._random)[:count]
-        self.sample[places] = vectors[
-            torch.randperm(len(ids), generator=self._random)[:count]
-        ]
+        self.changed += len(removed)
+        self._exchange_sample(vectors)
+
+    def _exchange_sample(self, vectors: Tensor) -> None:
+        """Replaces vectors of the sample by new vectors, in proportion to their share
+        in the index.
+        """
+        sample_size = len(self._sample)
+        share = -(-sample_size * len(vectors) // max(1, len(self)))
+        count = min(sample_size, len(vectors), share)
+        places = torch.randperm(sample_size, generator=self._random)[:count]
+        chosen = torch.randperm(len(vectors), generator=self._random)[:count]
+        self._sample[places] = vectors[chosen]
 
     def _add(self, ids: Tensor, vectors: Tensor) -> None:
-        lone = ids == -1
-        if bool(lone.any()):
-            self.alone = vectors[lone][0].clone()
-            ids, vectors = ids[~lone], vectors[~lone]
+        is_minus_one = ids == -1
+        if bool(is_minus_one.any()):
+            self._minus_one = vectors[is_minus_one][0].clone()
+            ids = ids[~is_minus_one]
+            vectors = vectors[~is_minus_one]
         if len(ids):
             self.index.add_with_ids(
                 vectors.contiguous().numpy(), ids.contiguous().numpy()
@@ -194,23 +207,21 @@ class VectorIndex:
                 recall needs.
         """
         parameters = faiss().SearchParametersIVF(nprobe=probes or self.index.nprobe)
-        scores, ids = (
-            torch.from_numpy(each)
-            for each in self.index.search(queries.numpy(), k, params=parameters)
-        )
+        found = self.index.search(queries.numpy(), k, params=parameters)
+        scores = torch.from_numpy(found[0])
+        ids = torch.from_numpy(found[1])
         by_product = self.index.metric_type == faiss().METRIC_INNER_PRODUCT
-        scores = scores.masked_fill(ids == -1, -torch.inf if by_product else torch.inf)
-        if self.alone is not None:
-            own = (
-                queries @ self.alone
-                if by_product
-                else (queries - self.alone).square().sum(1)
-            )
-            scores, places = torch.cat([scores, own.unsqueeze(1)], 1).topk(
-                k, dim=1, largest=by_product
-            )
-            ids = torch.cat([ids, torch.full((len(ids), 1), -1)], 1).gather(1, places)
-        return scores, ids
+        worst = -torch.inf if by_product else torch.inf
+        scores = scores.masked_fill(ids == -1, worst)
+        if self._minus_one is None:
+            return scores, ids
+        products = queries @ self._minus_one
+        distances = (queries - self._minus_one).square().sum(1)
+        scores_of_minus_one = products if by_product else distances
+        all_scores = torch.cat([scores, scores_of_minus_one.unsqueeze(1)], 1)
+        all_ids = torch.cat([ids, torch.full((len(ids), 1), -1)], 1)
+        scores, places = all_scores.topk(k, dim=1, largest=by_product)
+        return scores, all_ids.gather(1, places)
 
     def measure(self) -> None:
         """Sets the number of clusters that a search reads. Searches may run meanwhile.
@@ -219,15 +230,16 @@ class VectorIndex:
         clusters.
         """
         self.changed = 0
-        queries = self.sample if self.given is None else self.given
+        queries = self._sample if self._queries is None else self._queries
         if self.index.nlist == 1 or not len(self) or not len(queries):
             return
-        k, probes = min(_AT, len(self)), 1
-        exact = self.search(queries, k, self.index.nlist)[1]
-        while (
-            probes < self.index.nlist
-            and recall(self.search(queries, k, probes)[1], exact) < self.min_recall
-        ):
+        k = min(_RECALL_AT, len(self))
+        _, exact_ids = self.search(queries, k, self.index.nlist)
+        probes = 1
+        while probes < self.index.nlist:
+            _, ids = self.search(queries, k, probes)
+            if recall(ids, exact_ids) >= self.min_recall:
+                break
             probes *= 2
         self.index.nprobe = min(probes, int(self.index.nlist))
 
@@ -237,6 +249,6 @@ class VectorIndex:
             self.measure()
 
 
-def _count(clusters: int, count: int) -> int:
+def _cluster_count(clusters: int, count: int) -> int:
     """Returns the number of clusters for a number of vectors."""
     return min(clusters, max(1, count // _ROWS_PER_CLUSTER))

@@ -28,7 +28,7 @@ from torchrec_recstore.modules import RecStoreEmbedding
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.store import Table
 from torchrec_recstore_serving.export import changed_rows, from_model
-from torchrec_recstore_serving.export.delta import described
+from torchrec_recstore_serving.export.description import described
 
 from ...checkpoint.models import recstore
 from ..models import Model, batch, train

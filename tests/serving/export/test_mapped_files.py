@@ -24,7 +24,7 @@ from torchrec_recstore.inference import (
     verify,
 )
 from torchrec_recstore.modules import RecStoreEmbedding
-from torchrec_recstore_serving.export.delta import load_export
+from torchrec_recstore_serving.export.opening import load_export
 
 from ...secrets import write_secret
 from ..models import Model, batch

@@ -28,7 +28,7 @@ from torchrec_recstore.inference import (
 )
 from torchrec_recstore.utils import RecStoreWarning
 from torchrec_recstore_serving.export import verification
-from torchrec_recstore_serving.export.delta import is_hashed
+from torchrec_recstore_serving.export.opening import is_hashed
 from torchrec_recstore_serving.export.scriptable_modules import scriptable
 from torchrec_recstore_serving.export.structure import structure_of
 

@@ -39,7 +39,7 @@ from torchrec_recstore.modules import (
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.utils import RecStoreWarning
-from torchrec_recstore_serving.export.delta import is_hashed
+from torchrec_recstore_serving.export.opening import is_hashed
 from torchrec_recstore_serving.publish import publisher as publisher_module
 from torchrec_recstore_serving.publish.destinations import publications_at
 from torchrec_recstore_serving.publish.publications import FULL

@@ -26,7 +26,7 @@ from torchrec_recstore.inference import (
     verify,
 )
 from torchrec_recstore.utils import RecStoreWarning
-from torchrec_recstore_serving.export.delta import load_export
+from torchrec_recstore_serving.export.opening import load_export
 from torchrec_recstore_serving.export.verification import sign_zip
 
 from ...processes import ForkedCommand
