@@ -56,9 +56,9 @@ waiting_updates: deque[Callable[[], None]] = deque()
 """The updates of rows that wait for gradients from an accelerator, in the order of
 their backward passes.
 
-Every call that reads or changes a table, its statistics included, enters
-:class:`native_errors`, which finishes them first. So nothing sees rows without the
-updates of earlier passes.
+Every call that reads or changes a table, its statistics included, calls
+:func:`finish_updates` first. So nothing sees rows without the updates of earlier
+passes.
 """
 _finishing = threading.RLock()
 _in_progress = False
@@ -67,8 +67,17 @@ _in_progress = False
 def finish_updates() -> None:
     """Carries out all updates that wait.
 
-    If one raises an error, the next call carries out those after it.
+    Call it before the native ops that read or change a table's rows, counts or clocks.
+    These ops do not need it: those that only allocate or free memory, and those that
+    read a snapshot, which has the rows of an earlier moment.
+
+    If an update raises an error, the next call carries out those after it.
     """
+    if waiting_updates:
+        _carry_out_updates()
+
+
+def _carry_out_updates() -> None:
     global _in_progress
     with _finishing:
         if _in_progress:  # An update itself calls the functions that finish updates.
@@ -89,8 +98,7 @@ class native_errors:
     """A context manager that converts native errors to ValueError and MemoryError, and
     adds the name of the caller.
 
-    ``who``, such as ``"table 't_user'"``, is the beginning of the message. The context
-    also finishes :data:`waiting_updates`, so that the native call sees them. It is a
+    ``who``, such as ``"table 't_user'"``, is the beginning of the message. It is a
     class, because a generator takes three times as long to enter and to leave.
     """
 
@@ -100,9 +108,7 @@ class native_errors:
         self._who = who
 
     def __enter__(self) -> None:
-        """Finishes the updates that wait, and raises the error of one that fails."""
-        if waiting_updates:
-            finish_updates()
+        """Does nothing."""
 
     def __exit__(
         self,

@@ -155,6 +155,7 @@ class PooledGroup(TableGroup):
             raise TypeError(f"ids must be int64, got {ids.dtype}")
         if self.read_only:
             return
+        ops.finish_updates()
         with ops.native_errors(self._who):
             ops.group_prefetch(self.handle, ids, counts)
             self.cold_rows.prefetch(ids, counts)

@@ -178,6 +178,7 @@ class TableGroup(nn.Module):
             )
         if not weight_grads:
             return None
+        ops.finish_updates()
         with ops.native_errors(self._who):
             return self.weight_gradients(ids, offsets, grad)
 
@@ -210,6 +211,7 @@ class TableGroup(nn.Module):
                     self._graph_handle, anchor, ids, offsets, counts, weights
                 )
             return out if to is None else to_device(out, to)
+        ops.finish_updates()
         with ops.native_errors(self._who):
             if train:
                 return _apply_training(
@@ -291,6 +293,7 @@ class _TrainingLookup(torch.autograd.Function):
                 group.update_later(context, arriving, ctx.counts)
                 return (None,) * 7
             grad = arriving.wait()
+        ops.finish_updates()
         with ops.native_errors(group._who):
             grad = grad if grad.dtype is torch.float32 else grad.float()
             grad_weights = group.update(context, grad, weight_grads, ctx.counts)
@@ -365,6 +368,7 @@ def _lookup(handle: int, anchor: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
     # The backward reads ids and weights again, and a compiled graph may reuse their
     # memory before the backward.
     ids, weights = ids.clone(), None if weights is None else weights.clone()
+    ops.finish_updates()
     with ops.native_errors(group._who):
         return group.training_lookup(ids, offsets, counts, weights)
 
@@ -385,6 +389,7 @@ def _update(
     weight_grads: int | None,
 ) -> Tensor:
     group = _group_of(handle)
+    ops.finish_updates()
     with ops.native_errors(group._who):
         grad_weights = group.update(context, grad, weight_grads is not None, counts)
     return grad.new_empty(0) if grad_weights is None else grad_weights
@@ -392,6 +397,7 @@ def _update(
 
 def _read(handle: int, anchor: Tensor | None, *batch: Any) -> Tensor:
     group = _group_of(handle)
+    ops.finish_updates()
     with ops.native_errors(group._who):
         return group.evaluation_lookup(*batch)
 

@@ -321,6 +321,7 @@ class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
         """Sets the number of updates of the module's tables, which Adam and LAMB count,
         as FBGEMM's kernels do.
         """
+        ops.finish_updates()
         for shard in (
             shard for state in self.state.values() for shard in state["rows"].shards
         ):

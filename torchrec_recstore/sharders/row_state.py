@@ -332,6 +332,7 @@ def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
         rows = source.rows(shard, shard.table.columns)
         shard.table.remove(shard.table.ids())
         shard.table.insert_all(source.ids[owned_positions(shard, source.ids)], rows)
+        ops.finish_updates()
         with ops.native_errors(f"table {shard.table.name!r}"):
             ops.table_set_optimizer_steps(shard.table.handle, 0)
 

@@ -236,6 +236,7 @@ class Table(AbstractContextManager["Table"]):
             if train:
                 raise ValueError("out needs train=False")
         train = train and not self.options.frozen
+        ops.finish_updates()
         with (
             ops.native_errors(self._who),
             self.tier.resident(ids, "lookup" if train else None),
@@ -277,6 +278,7 @@ class Table(AbstractContextManager["Table"]):
             )
         check_ids(ids)
         self._check_rows(grads, "grads", ids)
+        ops.finish_updates()
         with ops.native_errors(self._who), self.tier.resident(ids, "update"):
             ops.table_update(
                 self.handle,
@@ -302,6 +304,7 @@ class Table(AbstractContextManager["Table"]):
         """
         check_ids(ids)
         self._check_rows(weights, "weights", ids)
+        ops.finish_updates()
         with ops.native_errors(self._who), self.tier.resident(ids, "write"):
             ops.table_insert(self.handle, ids, plain_rows(weights))
 
@@ -320,6 +323,7 @@ class Table(AbstractContextManager["Table"]):
                 ValueError, too, if an id has no row.
         """
         check_ids(ids)
+        ops.finish_updates()
         with ops.native_errors(self._who), self.tier.resident(ids):
             return named_rows(self.optimizer, self.tier.export(ids))
 
@@ -343,6 +347,7 @@ class Table(AbstractContextManager["Table"]):
         checked = check_whole_rows(
             rows, (len(ids), len(self.columns)), self.dtype, state_names(self.optimizer)
         )
+        ops.finish_updates()
         with ops.native_errors(self._who), self.tier.resident(ids, "write"):
             ops.table_import(self.handle, ids, *checked)
 
@@ -411,6 +416,7 @@ class Table(AbstractContextManager["Table"]):
         """Returns a copy of what the table knows besides its rows: its clocks, and the
         counts of admission.
         """
+        ops.finish_updates()
         with ops.native_errors(self._who):
             sightings = None
             if self._counts_sightings:
@@ -441,6 +447,7 @@ class Table(AbstractContextManager["Table"]):
             ColdStoreError: The cold store fails.
         """
         state = TableState.from_tensors(state.tensors())  # checks the tensors
+        ops.finish_updates()
         with ops.native_errors(self._who):
             times = list(state.times or ()) if ops.table_times(self.handle) else []
             # A table without rows checks the numbers, because the native table sets
@@ -464,6 +471,7 @@ class Table(AbstractContextManager["Table"]):
         """Sets the time by which rows expire to that of the events, as
         :func:`torchrec_recstore.set_time` does.
         """
+        ops.finish_updates()
         with ops.native_errors(self._who):
             set_event_time([self], [check_time(unix_seconds)])
 
@@ -493,6 +501,7 @@ class Table(AbstractContextManager["Table"]):
         records which rows change, in one byte per row, and which rows are removed, in
         eight bytes per id. It remembers at least the last 127 marks.
         """
+        ops.finish_updates()
         with ops.native_errors(self._who):
             return ops.table_mark(self.handle)
 
@@ -530,6 +539,7 @@ class Table(AbstractContextManager["Table"]):
         The call does nothing while the table has a snapshot, or a backward pass is
         pending.
         """
+        ops.finish_updates()
         with ops.native_errors(self._who):
             ops.table_shrink(self.handle)
 
@@ -555,6 +565,7 @@ class Table(AbstractContextManager["Table"]):
             self.check_unshared(
                 "changes by other jobs since a mark are not known: save the whole table"
             )
+        ops.finish_updates()
         with ops.native_errors(self._who), self.tier.lock:
             handle = ops.snapshot_open(self.handle, since)
             try:
@@ -618,6 +629,7 @@ class Table(AbstractContextManager["Table"]):
             table.check_unshared(
                 "other jobs use them, so that they cannot move to another table"
             )
+        ops.finish_updates()
         with ops.native_errors(self._who), holding([self.tier, other.tier]):
             self._record_exchange(other)
             if record_other:
@@ -643,6 +655,7 @@ class Table(AbstractContextManager["Table"]):
         Cold rows count.
         """
         check_ids(ids)
+        ops.finish_updates()
         with ops.native_errors(self._who), self.tier.resident(ids):
             return self.tier.contains(ids)
 
@@ -653,6 +666,7 @@ class Table(AbstractContextManager["Table"]):
         Cold rows are removed too.
         """
         check_ids(ids)
+        ops.finish_updates()
         with ops.native_errors(self._who), self.tier.resident(ids):
             return self.tier.remove(ids)
 
@@ -687,6 +701,7 @@ class Table(AbstractContextManager["Table"]):
                 " eviction=Scored())"
             )
         distinct, scores = _last_scores(ids, scores.detach())
+        ops.finish_updates()
         with ops.native_errors(self._who), self.tier.resident(distinct):
             return self.tier.set_scores(distinct, scores)
 
@@ -705,6 +720,7 @@ class Table(AbstractContextManager["Table"]):
             ColdStoreError: The cold store fails. The call can be repeated.
         """
         self.check_records_left("left_ids")
+        ops.finish_updates()
         with ops.native_errors(self._who), self.tier.lock:
             self.tier.bury_expired()
             ids, complete = ops.table_take_left(self.handle)
@@ -757,6 +773,7 @@ class Table(AbstractContextManager["Table"]):
         """Returns the ids that have a row, cold rows included: (rows,) int64,
         ascending.
         """
+        ops.finish_updates()
         with ops.native_errors(self._who):
             return self.tier.ids()
 
@@ -773,6 +790,7 @@ class Table(AbstractContextManager["Table"]):
             ColdStoreError: The cold store fails. It may have stored some of the rows.
                 The call can be repeated.
         """
+        ops.finish_updates()
         with ops.native_errors(self._who):
             self._shared_tier().flush()
 
@@ -785,6 +803,7 @@ class Table(AbstractContextManager["Table"]):
         Raises:
             ValueError, ColdStoreError: See :meth:`flush`.
         """
+        ops.finish_updates()
         with ops.native_errors(self._who):
             self._shared_tier().release()
 
@@ -794,6 +813,7 @@ class Table(AbstractContextManager["Table"]):
 
         The bias correction of Adam and LAMB uses it.
         """
+        ops.finish_updates()
         with ops.native_errors(self._who):
             return ops.table_optimizer_steps(self.handle)
 
@@ -803,6 +823,7 @@ class Table(AbstractContextManager["Table"]):
 
         It is the clock of ``last_step`` and of expiry.
         """
+        ops.finish_updates()
         with ops.native_errors(self._who):
             return ops.table_steps(self.handle)
 
@@ -810,6 +831,7 @@ class Table(AbstractContextManager["Table"]):
         """Returns the table's statistics: numbers of rows, bytes, hits, misses and so
         on.
         """
+        ops.finish_updates()
         with ops.native_errors(self._who):
             told = dict(zip(_STATS.split(), ops.table_stats(self.handle), strict=True))
         return TableStats(
@@ -916,6 +938,8 @@ def check_applied(tables: Iterable[Table], *, saves: bool = False) -> None:
     If the caller ``saves`` a state, which then lacks these gradients, the function only
     warns.
     """
+    # A backward on an accelerator hands its gradient to the kernel only then.
+    ops.finish_updates()
     for table in tables:
         if waiting := len(table.pending_passes):
             what = (

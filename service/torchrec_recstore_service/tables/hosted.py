@@ -279,6 +279,7 @@ class HostedTables:
                 return
             table = hosted.table
             group = hosted.group
+            ops.finish_updates()
             with (
                 ops.native_errors(f"table '{name}'"),
                 group.cold_rows.resident(ids, None),

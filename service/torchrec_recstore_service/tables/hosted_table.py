@@ -82,6 +82,7 @@ def read_rows(
         else:
             hosted.table.lookup(read.ids, out=rows)
     if native_tables:
+        ops.finish_updates()
         groups = [hosted.group.handle for hosted in native_tables]
         with ops.native_errors(_named(native_tables)):
             row_ops.rows_read(groups, native_ids, native_rows)
@@ -102,6 +103,7 @@ def update_rows(tables: Sequence[Hosted], updates: Sequence[RowUpdate]) -> None:
         MemoryError, ColdStoreError: See :meth:`Table.update`.
         ValueError: A table occurs twice, or has no room for the rows.
     """
+    ops.finish_updates()
     with ExitStack() as stack:
         stack.enter_context(ops.native_errors(_named(tables)))
         for hosted, update in zip(tables, updates, strict=True):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchrec_recstore import ops
 from torchrec_recstore.optim import (
     SGD,
     Adam,
@@ -33,6 +34,7 @@ from torchrec_recstore.store import Table
 from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.tables.limits import Limits, held_options
 from torchrec_recstore_service.wire.protocol import NoInitialRow
+from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 DIM = 6
@@ -503,3 +505,27 @@ def test_options_that_servers_do_not_have(options: TableOptions, message: str) -
     if options.eviction is not None:
         with pytest.raises(ValueError, match=message.removeprefix(r"options\.")):
             Limits(max_rows=9, eviction=options.eviction)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tables: tables.pull("t", ids(1, 2)),
+        lambda tables: tables.found_rows("t", ids(1, 2)),
+        lambda tables: tables.pull_each([RowRead("t", ids(1, 2))]),
+        lambda tables: tables.update("t", ids(1), ones(1)),
+        lambda tables: tables.update("t", ids(1), ones(1), (ids(1), ones(1))),
+        lambda tables: tables.update_each([RowUpdate("t", ids(1), ones(1))]),
+        lambda tables: tables.stats("t"),
+    ],
+)
+def test_calls_see_updates_whose_gradients_are_on_their_way(
+    call: Callable[[HostedTables], object],
+) -> None:
+    tables = HostedTables()
+    tables.create("t", spec())
+    table = tables.whole("t", lambda table: table)
+    ops.waiting_updates.append(lambda: table.update(ids(1, 3), ones(2)))
+    call(tables)
+    assert not ops.waiting_updates
+    assert tables.ids("t").tolist() == [1, 3]
