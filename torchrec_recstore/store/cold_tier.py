@@ -1,8 +1,14 @@
+"""The strategy of a table with a cold store: which rows are in memory, and which are in
+the store.
+
+Tests: tests/store/test_cold_tier.py, test_tier_failures.py and test_shared.py.
+"""
+
 from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import cast
@@ -11,10 +17,11 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.options import Expiry, TableOptions, is_shared
+from torchrec_recstore.options import TableOptions, is_shared
 from torchrec_recstore.row_types import values
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_backends import open_cold_store
+from torchrec_recstore.store.cold_expiry import KNOWN_MARKS, ColdExpiry
 from torchrec_recstore.store.cold_store import (
     ColdStore,
     ColdStoreError,
@@ -25,208 +32,21 @@ from torchrec_recstore.store.parts import (
     STAMP_BYTES,
     ImageLayout,
     Owned,
-    last_marks,
     last_steps,
     with_last_steps_up_to,
 )
 
 # the number of ids in one read of a call that may read all rows of a table
 _PART = 1 << 16
-# the least number of marks that csrc/snapshot/changes.h remembers; the largest is twice this and
-# one
-_KNOWN_MARKS = 127
-_MARKS = 1 << 29  # more than there are marks
 # the largest number of parts in which release() works; each part takes a mark
 _RELEASES = 64
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 _NO_STAMPS = torch.empty(0, STAMP_BYTES, dtype=torch.uint8)
-_TIMES = 7  # ops.table_times: the numbers before the steps and times
 # the next batch, and the batch after it, which is read while the next one is trained on
 _STAGED_BATCHES = 2
 
-
-class ColdExpiry:
-    """Counts the rows that are in the store and not in memory, by the step in which
-    they expire and their last change.
-
-    That is the step in which the native pass would remove them (csrc/bounds/eviction.h,
-    csrc/bounds/wall_clock.h). The last change is a mark of csrc/snapshot/changes.h. A key of the counts
-    is that of the step, times _MARKS, plus this mark.
-    """
-
-    def __init__(self, expiry: Expiry | None) -> None:
-        self._by_time = expiry is not None and expiry.seconds is not None
-        self._steps = 0 if expiry is None or expiry.steps is None else expiry.steps
-        # rows expire in the steps that are multiples of this number
-        self._every = max(1, self._steps // 4)
-        self.expires = expiry is not None
-        """Whether unused rows expire."""
-        self.before = 0
-        """A row has expired if its last step is earlier than this step."""
-        self.rows = 0
-        """The number of rows in the store that are not in memory.
-
-        For a shared store it means nothing.
-        """
-        self._counts: Counter[int] = Counter()
-        # Stamps that have yet to be counted, and 1 or -1. To count those of each step
-        # and table would take longer than to write their rows to an SSD.
-        self._waiting: list[tuple[int, Tensor]] = []
-        self._rows_waiting = 0
-        self._known_from = 0  # changes before this mark are counted together
-        # For an expiry by time: the ticks, each a step, ascending. Rows with no tick
-        # between their last steps expire together. They are counted under the tick
-        # after their last step, and before it is known, under -1 - last step.
-        self._ticks: list[int] = []
-
-    @property
-    def sweep_steps(self) -> int:
-        """The number of steps for a sweep over the store: half of those until rows
-        expire.
-
-        A faster sweep takes more time of each step; a slower one leaves more expired
-        rows in the store.
-        """
-        if not self._by_time:
-            return max(1, self._steps // 2)
-        return max(1, (self._ticks[-1] - self._ticks[0]) // 2) if self._ticks else 1
-
-    def counts(self, stamps: Tensor) -> Counter[int]:
-        """Returns how many of the rows with these images, or the last STAMP_BYTES of
-        these, are counted together.
-        """
-        keys, marks = torch.zeros(len(stamps), dtype=torch.int64), last_marks(stamps)
-        if self._by_time:
-            ticks = torch.tensor(self._ticks, dtype=torch.int64)
-            after = torch.searchsorted(ticks, last_steps(stamps), right=True)
-            known = after < len(ticks)
-            keys = -1 - last_steps(stamps)
-            keys[known] = ticks[after[known]]
-        elif self.expires:  # A row expires in the first multiple of _every above its last step plus _steps.
-            keys = (last_steps(stamps) + self._steps) // self._every
-        keys = keys * _MARKS + marks * (marks >= self._known_from)
-        values, numbers = torch.unique(keys, return_counts=True)
-        return Counter(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
-
-    def add(self, stamps: Tensor) -> None:
-        """Counts rows that have come to the store."""
-        self._wait(1, stamps)
-
-    def take(self, stamps: Tensor) -> None:
-        """Counts rows that have left the store.
-
-        Those of a shared store have not been counted, and change nothing.
-        """
-        self._wait(-1, stamps)
-
-    def _wait(self, sign: int, stamps: Tensor) -> None:
-        self.rows += sign * len(stamps)
-        self._waiting.append((sign, stamps[:, -STAMP_BYTES:].clone()))
-        self._rows_waiting += len(stamps)
-        if self._rows_waiting > _PART:
-            self._settled()
-
-    def _settled(self) -> Counter[int]:
-        """Returns the counts, with all stamps counted."""
-        for sign in (1, -1) if self._waiting else ():
-            counts = self.counts(
-                torch.cat(
-                    [stamps for its, stamps in self._waiting if its == sign]
-                    or [_NO_STAMPS]
-                )
-            )
-            self._counts = self._counts + counts if sign > 0 else self._counts - counts
-        self._waiting.clear()
-        self._rows_waiting = 0
-        return self._counts
-
-    def changed_since(self, mark: int, last_mark: int) -> int:
-        """Returns the number of rows that have changed since a mark.
-
-        Forgets marks that are too old for this call.
-        """
-        self._known_from = max(self._known_from, last_mark - 2 * _KNOWN_MARKS - 1)
-        for key in [
-            key for key in self._settled() if 0 < key % _MARKS < self._known_from
-        ]:
-            self._counts[key - key % _MARKS] += self._counts.pop(key)
-        return sum(
-            number for key, number in self._counts.items() if key % _MARKS >= mark
-        )
-
-    def due(self, handle: int) -> int:
-        """Returns the value that :attr:`before` has after the present step of a native
-        table.
-        """
-        if self._by_time:
-            times = ops.table_times(handle)
-            self._note(times[_TIMES::2])
-            return max(self.before, times[2])
-        steps = ops.table_steps(handle)
-        return (
-            max(self.before, steps - self._steps)
-            if steps % self._every == 0
-            else self.before
-        )
-
-    def expire(self, before: int) -> int:
-        """Lets the rows in the store expire whose last step is earlier than ``before``.
-
-        Returns their number.
-        """
-        self.before = before
-        self._settled()
-        if self._by_time:
-            gone = [key for key in self._counts if 0 <= key // _MARKS <= before]
-            self._ticks = [tick for tick in self._ticks if tick >= before]
-        else:
-            gone = [
-                key
-                for key in self._counts
-                if key // _MARKS * self._every - self._steps < before
-            ]
-        expired = sum(self._counts.pop(key) for key in gone)
-        self.rows -= expired
-        return expired
-
-    def before_at(self, steps: int) -> int:
-        """Returns the value that :attr:`before` has if the table's clock is set to
-        ``steps``.
-        """
-        if self._by_time:
-            return min(self.before, steps + 1)
-        if not self.expires:
-            return 0
-        return max(
-            0, min(self.before, steps // self._every * self._every - self._steps)
-        )
-
-    def loses_ticks(self, steps: int) -> bool:
-        """Returns whether ticks are lost if the table's clock is set to ``steps``, so
-        that rows are counted again.
-        """
-        return bool(self._ticks) and self._ticks[-1] > steps
-
-    def restart(self, handle: int, stamps: Tensor) -> None:
-        """Counts the rows again, by their stamps as in :meth:`counts`, after the native
-        table's ticks have changed.
-        """
-        times = ops.table_times(handle)
-        self.before, self._ticks = times[2], times[_TIMES::2]
-        self._waiting.clear()
-        self._rows_waiting = 0
-        self._counts = self.counts(stamps[last_steps(stamps) >= self.before])
-        self.rows = self._counts.total()
-
-    def _note(self, ticks: list[int]) -> None:
-        self._settled()
-        for tick in ticks:
-            if self._ticks and tick <= self._ticks[-1]:
-                continue
-            self._ticks.append(tick)
-            for key in [
-                key for key in self._counts if key < 0 and -1 - key // _MARKS < tick
-            ]:
-                self._counts[tick * _MARKS + key % _MARKS] += self._counts.pop(key)
+_Rows = tuple[Tensor, Tensor]
+"""Rows of the store: their ids, ascending, or their positions, and their images."""
 
 
 class ColdTier(MemoryTier):
@@ -275,20 +95,19 @@ class ColdTier(MemoryTier):
         self.store: ColdStore = open_cold_store(
             options.cold_store, name=name, row_bytes=self.image_bytes
         )
-        self.dead = torch.empty(0, dtype=torch.int64)
-        """(n,) int64, ascending.
-
-        The ids of invalid rows in the store that have yet to be deleted.
+        self.dead = _NO_IDS
+        """(n,) int64, ascending. The ids of invalid rows in the store that have yet to
+        be deleted.
         """
-        # ids, ascending, and images
-        self._staged: deque[tuple[Tensor, Tensor]] = deque(maxlen=_STAGED_BATCHES)
+        # the rows that were read ahead
+        self._staged: deque[_Rows] = deque(maxlen=_STAGED_BATCHES)
         self._fetching = 0  # the number of calls of prefetch() that are reading
         # the number of calls of _forget_staged(), by which prefetch() sees that it must
         # discard
         self._forgotten = 0
         # the ids that were written or deleted while prefetch() was reading
         self._outdated: list[Tensor] = []
-        self._sweep: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._sweep: Iterator[_Rows] | None = None
         # the rows that the sweep has seen too early, because it reads whole batches
         self._swept_ahead = 0
 
@@ -316,17 +135,17 @@ class ColdTier(MemoryTier):
             absent = ops.table_absent(self._handle, ids)
             if len(absent) == 0:
                 return
-            found, images, _ = self._fetch(absent, self._staged)
-            new = absent[~found]
-            admitted = len(new)
+            is_cold, images, _ = self._fetch(absent, self._staged)
+            new_ids = absent[~is_cold]
+            admitted = len(new_ids)
             if arrival != "write" and admitted:
-                admitted = int(
-                    ops.table_admits(self._handle, new, arrival == "lookup").sum()
-                )
+                is_lookup = arrival == "lookup"
+                admits = ops.table_admits(self._handle, new_ids, is_lookup)
+                admitted = int(admits.sum())
             self._make_room(ids, len(images) + admitted)
             if len(images):
                 ops.table_bring_back(
-                    self._handle, absent[found], images, arrival == "lookup"
+                    self._handle, absent[is_cold], images, arrival == "lookup"
                 )
                 self.expiry.take(images)
             self._outdate(absent)
@@ -359,64 +178,66 @@ class ColdTier(MemoryTier):
         """
         absent = ops.table_absent(self._handle, ids)
         with self.lock:
-            wanted = absent[self._may_be_cold(absent)].sort().values
-            for staged, _ in self._staged:
-                wanted = wanted[~among(wanted, staged)]
+            cold_ids = absent[self._may_be_cold(absent)].sort().values
+            for staged_ids, _ in self._staged:
+                cold_ids = cold_ids[~among(cold_ids, staged_ids)]
             self._fetching += 1
-            number, store = self._forgotten, self.store
-        fetched: tuple[Tensor, Tensor] | None = None
+            forgotten = self._forgotten
+            store = self.store
+        fetched: _Rows | None = None
         try:
-            if len(wanted):
+            if len(cold_ids):
                 with self._calls:
-                    found, images = store.get(wanted)
-                fetched = wanted[found], images
+                    found, images = store.get(cold_ids)
+                fetched = cold_ids[found], images
         finally:
             with self.lock:
                 self._fetching -= 1
-                if fetched is not None and number == self._forgotten:
+                if fetched is not None and forgotten == self._forgotten:
                     self._staged.append(fetched)
-                    for outdated in self._outdated:
-                        self._unstage(outdated)
+                    for outdated_ids in self._outdated:
+                        self._unstage(outdated_ids)
                 if self._fetching == 0:
                     self._outdated.clear()
 
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`MemoryTier.read`."""
         with self.lock:
-            cold, images, _ = self._read_with_expired(ids)
-            return cold, images
+            cold_ids, images, _ = self._read_with_expired(ids)
+            return cold_ids, images
 
     def read_into(self, rows: Tensor, ids: Tensor) -> None:
         """See :meth:`MemoryTier.read_into`."""
-        cold, images = self.read(ids)
-        here = among(ids, cold)
+        cold_ids, images = self.read(ids)
+        is_cold = among(ids, cold_ids)
         weights = self._layout.unpacked(images)[0]
-        rows[here] = values(weights[torch.searchsorted(cold, ids[here])]).to(rows.dtype)
+        positions = torch.searchsorted(cold_ids, ids[is_cold])
+        rows[is_cold] = values(weights[positions]).to(rows.dtype)
 
     def export(self, ids: Tensor) -> ops.RowTensors:
         """See :meth:`MemoryTier.export`."""
-        cold, images = self.read(ids)
-        is_cold = among(ids, cold)
+        cold_ids, images = self.read(ids)
+        is_cold = among(ids, cold_ids)
         resident = super().export(ids[~is_cold])
-        moved = self._layout.unpacked(images)
+        cold = self._layout.unpacked(images)
         # the places of the ids in a list of all resident rows and then all cold rows
         places = (~is_cold).cumsum(0) - 1
-        places[is_cold] = int((~is_cold).sum()) + torch.searchsorted(cold, ids[is_cold])
+        resident_rows = int((~is_cold).sum())
+        cold_places = torch.searchsorted(cold_ids, ids[is_cold])
+        places[is_cold] = resident_rows + cold_places
 
         def joined(number: int, dim: int = 0) -> Tensor:
-            return torch.cat([resident[number], moved[number]], dim).index_select(
-                dim, places
-            )
+            both = torch.cat([resident[number], cold[number]], dim)
+            return both.index_select(dim, places)
 
         return joined(0), joined(1, dim=1), joined(2), joined(3), joined(4)
 
     def contains(self, ids: Tensor) -> Tensor:
         """See :meth:`MemoryTier.contains`."""
         with self.lock:
-            found = torch.unique(
-                torch.cat([self.read(part)[0] for part in torch.split(ids, _PART)])
-            )
-        return super().contains(ids) | among(ids, found)
+            parts = [self.read(part)[0] for part in torch.split(ids, _PART)]
+            cold_ids = torch.unique(torch.cat(parts))
+        return super().contains(ids) | among(ids, cold_ids)
 
     def remove(self, ids: Tensor) -> int:
         """See :meth:`MemoryTier.remove`.
@@ -426,17 +247,18 @@ class ColdTier(MemoryTier):
         with self.lock:
             removed = 0
             for part in torch.split(torch.unique(ids), _PART):
-                cold, images, expired = self._read_with_expired(part)
+                cold_ids, images, expired_ids = self._read_with_expired(part)
                 # before memory: if the store fails, other jobs still use the rows
                 if self.shared:
                     with self._calls:
                         self.store.delete(part)
                     self._outdate(part)
-                ops.table_note_left(self._handle, cold)
+                ops.table_note_left(self._handle, cold_ids)
                 # before they are deleted, so that no sweep sees them
-                self._record_expired(expired)
+                self._record_expired(expired_ids)
                 self.expiry.take(images)
-                removed += len(cold) + int(ops.table_remove(self._handle, part))
+                removed += len(cold_ids)
+                removed += int(ops.table_remove(self._handle, part))
                 if not self.shared:
                     self._delete(part)
             return removed
@@ -449,22 +271,28 @@ class ColdTier(MemoryTier):
         with self.lock:
             rows = 0
             for begin in range(0, len(ids), _PART):
-                place = slice(begin, begin + _PART)
-                cold, images = self.read(ids[place])
-                ascending = ids[place].sort()
-                positions = ascending.indices[
-                    torch.searchsorted(ascending.values, cold)
-                ]
-                changed = ops.table_score_images(
-                    self._handle, cold, scores[place][positions], images
-                )
-                if len(cold):
-                    self._put(cold, changed)
-                    self._outdate(cold)
-                    self.expiry.take(images)
-                    self.expiry.add(changed)
-                rows += len(cold) + super().set_scores(ids[place], scores[place])
+                part_ids = ids[begin : begin + _PART]
+                part_scores = scores[begin : begin + _PART]
+                rows += self._set_cold_scores(part_ids, part_scores)
+                rows += super().set_scores(part_ids, part_scores)
             return rows
+
+    def _set_cold_scores(self, ids: Tensor, scores: Tensor) -> int:
+        """Sets the scores of those rows of distinct ids that are in the store.
+
+        Returns the number of these rows.
+        """
+        cold_ids, images = self.read(ids)
+        ascending = ids.sort()
+        places = torch.searchsorted(ascending.values, cold_ids)
+        cold_scores = scores[ascending.indices[places]]
+        scored = ops.table_score_images(self._handle, cold_ids, cold_scores, images)
+        if len(cold_ids):
+            self._put(cold_ids, scored)
+            self._outdate(cold_ids)
+            self.expiry.take(images)
+            self.expiry.add(scored)
+        return len(cold_ids)
 
     def bury_expired(self) -> None:
         """See :meth:`MemoryTier.bury_expired`. It reads the whole store."""
@@ -479,17 +307,12 @@ class ColdTier(MemoryTier):
             if self.shared:
                 parts.append(self._shared_ids())
             else:
-                for some, images in self.scan():
-                    parts.append(
-                        some[
-                            (last_steps(images) >= self.expiry.before)
-                            & ~among(some, self.dead)
-                        ]
-                    )
+                for cold_ids, images in self.scan():
+                    parts.append(cold_ids[self._valid(cold_ids, images)])
         ids: Tensor = torch.unique(torch.cat(parts))
         return ids
 
-    def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def scan(self) -> Iterator[_Rows]:
         """Scans the store, with its outdated copies of rows in memory, expired rows,
         and :attr:`dead` rows.
         """
@@ -510,11 +333,12 @@ class ColdTier(MemoryTier):
             # The mark is set before the rows are read, so that the next flush writes
             # the rows that change meanwhile.
             mark = ops.table_mark(self._handle)
-            known = self._written is not None and mark - self._written < _KNOWN_MARKS
-            for ids in torch.split(
-                self._changed() if known else ops.table_ids(self._handle), _PART
-            ):
-                self._put(ids, ops.table_images(self._handle, ids))
+            if self._written is not None and mark - self._written < KNOWN_MARKS:
+                ids = self._changed()
+            else:
+                ids = ops.table_ids(self._handle)
+            for part in torch.split(ids, _PART):
+                self._put(part, ops.table_images(self._handle, part))
             self._written = mark
 
     def release(self) -> None:
@@ -524,15 +348,14 @@ class ColdTier(MemoryTier):
         with self.lock:
             self.flush()
             self._forget_staged()
-            everything = ops.table_ids(self._handle)
-            for ids in torch.split(
-                everything, max(_PART, -(-len(everything) // _RELEASES))
-            ):
+            resident = ops.table_ids(self._handle)
+            rows_of_each = -(-len(resident) // _RELEASES)  # rounded up
+            for ids in torch.split(resident, max(_PART, rows_of_each)):
                 images = ops.table_images(self._handle, ids)
                 # A backward in another thread may have changed rows between the flush
                 # and the copy of the images.
-                changed = among(ids, self._changed())
-                self._put(ids[changed], images[changed])
+                is_changed = among(ids, self._changed())
+                self._put(ids[is_changed], images[is_changed])
                 ops.table_evict(self._handle, ids, images)
 
     def set_clock(self, steps: int, times: list[int]) -> None:
@@ -544,7 +367,9 @@ class ColdTier(MemoryTier):
                 # the new clock.
                 self._bury()
                 self._sweep = None
-            stamps = self._stamps() if times or self.expiry.loses_ticks(steps) else None
+            stamps: Tensor | None = None
+            if times or self.expiry.loses_ticks(steps):
+                stamps = self._stamps()
             self.expiry.before = min(before, self.expiry.before)
             super().set_clock(steps, times)
             if stamps is not None:
@@ -569,6 +394,13 @@ class ColdTier(MemoryTier):
         if os.getpid() == self._process:
             self.store.close()
 
+    def _valid(self, ids: Tensor, images: Tensor) -> Tensor:
+        """Returns which rows of a scan are valid, (n,) bool: neither expired nor dead.
+
+        Some of them may be outdated copies of rows in memory.
+        """
+        return (last_steps(images) >= self.expiry.before) & ~among(ids, self.dead)
+
     def _read_with_expired(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what :meth:`read` returns, and the ids of expired rows, (n,) int64,
         which the store still has.
@@ -576,87 +408,90 @@ class ColdTier(MemoryTier):
         absent = ops.table_absent(self._handle, ids).sort().values
         # Other jobs may have written to a shared store since rows were staged for a
         # training step.
-        found, images, expired = self._fetch(
-            absent, () if self.shared else self._staged
-        )
-        return absent[found], images, absent[expired]
+        staged = () if self.shared else self._staged
+        is_cold, images, expired = self._fetch(absent, staged)
+        return absent[is_cold], images, absent[expired]
 
     def _fetch(
-        self, ids: Tensor, staged: Iterable[tuple[Tensor, Tensor]]
+        self, ids: Tensor, staged: Iterable[_Rows]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Reads rows that are not in memory from ``staged``, and from the store if they
-        are not there.
+        are not staged.
 
         Returns which ids have a row in the store, (N,) bool, the images of these rows,
         in the order of ``ids``, and the positions of ids whose row in the store has
         expired, (n,) int64.
         """
-        # positions in ids, ascending, and images
-        parts: list[tuple[Tensor, Tensor]] = []
-        rest = torch.arange(len(ids))  # the positions that have yet to be found
-        if len(self.dead):  # a prefetch may have read them
-            rest = rest[~among(ids, self.dead)]
-        for staged_ids, staged_images in staged:
-            if len(staged_ids) == 0 or len(rest) == 0:
-                continue
-            at = torch.searchsorted(staged_ids, ids[rest]).clamp_(
-                max=len(staged_ids) - 1
-            )
-            here = staged_ids[at] == ids[rest]
-            # index_select copies whole rows, and an index in brackets single bytes.
-            parts.append((rest[here], staged_images.index_select(0, at[here])))
-            rest = rest[~here]
-        if len(rest):
-            rest = rest[self._may_be_cold(ids[rest])]
-        if len(rest):
-            with self._calls:
-                is_there, images = self.store.get(ids[rest])
-            parts.append((rest[is_there], images))
-        found = torch.zeros(len(ids), dtype=torch.bool)
-        expired = torch.empty(0, dtype=torch.int64)
+        is_cold = torch.zeros(len(ids), dtype=torch.bool)
+        expired = _NO_IDS
+        parts = self._fetch_parts(ids, staged)
         if not parts:
-            return found, torch.empty(0, self.image_bytes, dtype=torch.uint8), expired
-        places, images = parts[0]
-        if len(parts) > 1:
-            order = torch.cat([places for places, _ in parts]).sort()
-            places, images = (
-                order.values,
-                torch.cat([images for _, images in parts]).index_select(
-                    0, order.indices
-                ),
-            )
+            no_images = torch.empty(0, self.image_bytes, dtype=torch.uint8)
+            return is_cold, no_images, expired
+        positions, images = _in_order(parts)
         if self.expiry.expires:
             is_alive = last_steps(images) >= self.expiry.before
-            expired = places[~is_alive]
+            expired = positions[~is_alive]
             alive = is_alive.nonzero().squeeze(1)
-            places, images = places[alive], images.index_select(0, alive)
+            positions = positions[alive]
+            images = images.index_select(0, alive)
         if self.shared:
             images = with_last_steps_up_to(images, ops.table_steps(self._handle))
-        found[places] = True
-        return found, images, expired
+        is_cold[positions] = True
+        return is_cold, images, expired
+
+    def _fetch_parts(self, ids: Tensor, staged: Iterable[_Rows]) -> list[_Rows]:
+        """Returns the rows that :meth:`_fetch` reads, expired rows included.
+
+        Each part has positions in ``ids``, ascending, and the images of their rows.
+        """
+        parts: list[_Rows] = []
+        # the positions whose rows have yet to be read
+        missing = torch.arange(len(ids))
+        if len(self.dead):  # a prefetch may have read them
+            missing = missing[~among(ids, self.dead)]
+        for staged_ids, staged_images in staged:
+            if len(staged_ids) == 0 or len(missing) == 0:
+                continue
+            places = torch.searchsorted(staged_ids, ids[missing])
+            places.clamp_(max=len(staged_ids) - 1)
+            is_staged = staged_ids[places] == ids[missing]
+            # index_select copies whole rows, and an index in brackets single bytes.
+            images = staged_images.index_select(0, places[is_staged])
+            parts.append((missing[is_staged], images))
+            missing = missing[~is_staged]
+        if len(missing):
+            missing = missing[self._may_be_cold(ids[missing])]
+        if len(missing):
+            with self._calls:
+                found, images = self.store.get(ids[missing])
+            parts.append((missing[found], images))
+        return parts
 
     def _make_room(self, ids: Tensor, new_rows: int) -> None:
-        while len(leaving := ops.table_leaving(self._handle, ids, new_rows)):
+        """Evicts rows other than those of ``ids`` until there is room for new rows."""
+        while True:
+            leaving = ops.table_leaving(self._handle, ids, new_rows)
+            if len(leaving) == 0:
+                return
             images = ops.table_images(self._handle, leaving)
             self._put(leaving, images)
             if len(self.dead):
                 self.dead = self.dead[~among(self.dead, leaving.sort().values)]
             evicted = ops.table_evict(self._handle, leaving, images)
             is_done = bool(evicted.all())
-            gone = (
-                images[:, -STAMP_BYTES:]
-                if is_done
-                else images[:, -STAMP_BYTES:][evicted]
-            )
+            stamps = images[:, -STAMP_BYTES:]
+            if not is_done:
+                stamps = stamps[evicted]
             if self.expiry.expires:
                 # A row can be older than the expiry limit if a pending forward held it
                 # when the limit passed. It expires here, because the next expiry step
                 # would be too late.
-                alive = last_steps(gone) >= self.expiry.before
-                ops.table_count_expired(self._handle, int((~alive).sum()))
-                gone = gone[alive]
+                is_alive = last_steps(stamps) >= self.expiry.before
+                ops.table_count_expired(self._handle, int((~is_alive).sum()))
+                stamps = stamps[is_alive]
             if not self.shared:
-                self.expiry.add(gone)
+                self.expiry.add(stamps)
             # A row that a backward changes after its image was copied stays, and others
             # leave.
             if is_done:
@@ -679,19 +514,18 @@ class ColdTier(MemoryTier):
         """
         snapshot = ops.snapshot_open(self._handle, self._written)
         try:
-            parts = [torch.empty(0, dtype=torch.int64)]
-            while left := ops.snapshot_rows_left(snapshot):
-                parts.append(ops.snapshot_read(snapshot, min(left, _PART), False)[0])
+            parts = [_NO_IDS]
+            while rows_left := ops.snapshot_rows_left(snapshot):
+                rows = ops.snapshot_read(snapshot, min(rows_left, _PART), False)
+                parts.append(rows[0])
         finally:
             ops.snapshot_close(snapshot)
         return torch.cat(parts)
 
     def _may_be_cold(self, ids: Tensor) -> Tensor:
-        return (
-            torch.ones_like(ids).bool()
-            if self.shared
-            else ops.table_may_be_cold(self._handle, ids)
-        )
+        if self.shared:
+            return torch.ones_like(ids).bool()
+        return ops.table_may_be_cold(self._handle, ids)
 
     def _shared_ids(self) -> Tensor:
         with self._calls:
@@ -736,20 +570,21 @@ class ColdTier(MemoryTier):
 
     def _expire(self, before: int) -> None:
         ops.table_count_expired(self._handle, self.expiry.expire(before))
-        old = ops.table_expired(self._handle)
-        ops.table_count_expired(self._handle, int(ops.table_remove(self._handle, old)))
-        self._delete(old)
+        old_ids = ops.table_expired(self._handle)
+        removed = int(ops.table_remove(self._handle, old_ids))
+        ops.table_count_expired(self._handle, removed)
+        self._delete(old_ids)
         if not self.store.ascending_snapshots:
             self._bury()
 
     def _bury(self) -> None:
         """Deletes all expired and dead rows from the store."""
-        old = [
-            ids[last_steps(images) < self.expiry.before] for ids, images in self.scan()
-        ]
-        expired = torch.cat([*old, self.dead])
-        self._record_expired(expired)
-        self._delete(expired)
+        parts = []
+        for ids, images in self.scan():
+            parts.append(ids[last_steps(images) < self.expiry.before])
+        invalid_ids = torch.cat([*parts, self.dead])
+        self._record_expired(invalid_ids)
+        self._delete(invalid_ids)
 
     def _record_expired(self, ids: Tensor) -> None:
         """Records ids that expire in the store, if the table records which ids leave
@@ -774,50 +609,65 @@ class ColdTier(MemoryTier):
         """
         # each row in memory may have an outdated copy in the store
         copies = self.rows + self._max_rows
-        self._swept_ahead = max(0, self._swept_ahead) - -(
-            -copies // self.expiry.sweep_steps
-        )
+        rows_of_step = -(-copies // self.expiry.sweep_steps)  # rounded up
+        self._swept_ahead = max(0, self._swept_ahead) - rows_of_step
         while self._swept_ahead < 0:
             if self._sweep is None:
                 # before the scan, which does not see the rows of later puts
                 ops.table_begin_refilter(self._handle)
                 self._sweep = self.scan()
             # a failure ends the sweep, and the new filter is not used
-            sweep, self._sweep = self._sweep, None
+            sweep = self._sweep
+            self._sweep = None
             batch = next(sweep, None)
             if batch is None:
                 ops.table_end_refilter(self._handle)
                 self._swept_ahead = 0
                 break
             self._swept_ahead += len(batch[0])
-            expired = last_steps(batch[1]) < self.expiry.before
-            old = batch[0][expired]
-            # Rows that were written after the scan began are read again, because the
-            # scan has their former state.
-            newer = ops.table_may_be_kept(self._handle, old)
-            ids, old = old[newer], old[~newer]
-            if len(ids):
-                with self._calls:
-                    found, images = self.store.get(ids)
-                old = torch.cat(
-                    [old, ids[found][last_steps(images) < self.expiry.before]]
-                )
-            ops.table_keep_cold(self._handle, batch[0][~expired])
-            self._record_expired(old)
-            self._delete(old)
+            self._sweep_batch(*batch)
             self._sweep = sweep
+
+    def _sweep_batch(self, ids: Tensor, images: Tensor) -> None:
+        """Deletes the expired rows of a batch of a sweep, and keeps the ids of the
+        other rows in the new filter.
+        """
+        is_expired = last_steps(images) < self.expiry.before
+        expired_ids = ids[is_expired]
+        # Rows that were written after the scan began are read again, because the scan
+        # has their former state.
+        is_newer = ops.table_may_be_kept(self._handle, expired_ids)
+        newer_ids = expired_ids[is_newer]
+        expired_ids = expired_ids[~is_newer]
+        if len(newer_ids):
+            with self._calls:
+                found, newer_images = self.store.get(newer_ids)
+            is_still_expired = last_steps(newer_images) < self.expiry.before
+            still_expired_ids = newer_ids[found][is_still_expired]
+            expired_ids = torch.cat([expired_ids, still_expired_ids])
+        ops.table_keep_cold(self._handle, ids[~is_expired])
+        self._record_expired(expired_ids)
+        self._delete(expired_ids)
 
     def _stamps(self) -> Tensor:
         """Returns the stamps of the rows in the store that are not in memory, (N,
         STAMP_BYTES) uint8.
         """
-        resident = ops.table_ids(self._handle)
         parts = [_NO_STAMPS]
-        for ids, images in self.scan() if self.rows else ():
-            alive = (
-                (last_steps(images) >= self.expiry.before)
-                & ~among(ids, self.dead)
-                & ~among(ids, resident)
-            )
-            parts.append(images[alive, -STAMP_BYTES:])
+        if self.rows:
+            resident = ops.table_ids(self._handle)
+            for ids, images in self.scan():
+                is_cold = self._valid(ids, images) & ~among(ids, resident)
+                parts.append(images[is_cold, -STAMP_BYTES:])
         return torch.cat(parts)
+
+
+def _in_order(parts: list[_Rows]) -> _Rows:
+    """Returns the rows of several parts, at least one, in the order of their
+    positions.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    positions = torch.cat([positions for positions, _ in parts]).sort()
+    images = torch.cat([images for _, images in parts])
+    return positions.values, images.index_select(0, positions.indices)

@@ -36,7 +36,7 @@ BOUNDS = [
     ),
     Mutation(
         f"{PACKAGE}/store/cold_tier.py",
-        "rest = rest[~among(ids, self.dead)]",
+        "missing = missing[~among(ids, self.dead)]",
         "pass",
         [
             "tests/store/test_cold_tier.py::test_what_could_not_be_deleted_is_gone_all_the_same"
@@ -45,9 +45,8 @@ BOUNDS = [
     ),
     Mutation(
         f"{PACKAGE}/store/cold_tier.py",
-        "parts.append(some[(last_steps(images) >= self.expiry.before) & ~among(some,"
-        " self.dead)])",
-        "parts.append(some[~among(some, self.dead)])",
+        "return (last_steps(images) >= self.expiry.before) & ~among(ids, self.dead)",
+        "return ~among(ids, self.dead)",
         ["tests/store/test_cold_tier.py"],
         "Cold rows that have expired are still listed.",
     ),
