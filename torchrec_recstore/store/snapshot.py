@@ -51,76 +51,91 @@ class ColdSnapshot:
     def __init__(
         self, handle: int, tier: ColdTier, snapshot: int, since: int | None
     ) -> None:
-        left = ops.snapshot_left(snapshot)
         self.left: Tensor | None = None
         """See :attr:`Snapshot.left`.
 
         Ids that have expired in the store are not known.
         """
-        wanted: Tensor | None = None
-        resident: Tensor | None = None
         self.table_rows = tier.rows
         """The number of rows in the store and not in memory."""
-        self.rows = tier.expiry.changed_since(
-            since or 0, ops.snapshot_moment(snapshot)[0]
-        )
+        mark = ops.snapshot_moment(snapshot)[0]
+        self.rows = tier.expiry.changed_since(since or 0, mark)
         """The number of these rows that the snapshot has."""
+        rows = _RowsOfSnapshot(tier, since or 0)
+        left = ops.snapshot_left(snapshot)
         if since is not None and left is not None:
-            moved = [
-                (ids, last_marks(images))
-                for ids, images in map(tier.read, torch.split(left, _BATCH))
-            ]
-            here = torch.cat([ids for ids, _ in moved])
-            wanted = here[torch.cat([marks for _, marks in moved]) >= since]
-            self.rows = len(wanted)
-            self.left = None if tier.expiry.expires else left[~among(left, here)]
+            cold_ids, rows.ids = _moved_rows(tier, left, since)
+            self.rows = len(rows.ids)
+            if not tier.expiry.expires:
+                self.left = left[~among(left, cold_ids)]
         elif since is not None:
-            resident = ops.table_ids(handle)
+            rows.resident = ops.table_ids(handle)
         batches: Batches = iter(())
         if tier.shared:
-            self.rows, batches = _spooled(tier, tier.cold_ids())
+            self.rows, batches = _spooled(tier, _read(tier, tier.cold_ids()))
             self.table_rows = self.rows
+        elif self.rows and tier.store.ascending_snapshots:
+            batches = tier.scan()
         elif self.rows:
-            batches = (
-                tier.scan()
-                if tier.store.ascending_snapshots
-                else _spooled(tier, wanted)[1]
-            )
-        before, dead = tier.expiry.before, tier.dead
-
-        def belongs(ids: Tensor, images: Tensor) -> Tensor:
-            if wanted is not None:
-                return among(ids, wanted)
-            alive = (last_steps(images) >= before) & ~among(ids, dead)
-            return (
-                alive
-                if resident is None
-                else alive
-                & (last_marks(images) >= (since or 0))
-                & ~among(ids, resident)
-            )
-
-        kept = ((ids, images, belongs(ids, images)) for ids, images in batches)
-        self.batches: Batches = (
-            (ids[keep], images[keep]) for ids, images, keep in kept if keep.any()
-        )
+            batches = tier.scan() if rows.ids is None else _read(tier, rows.ids)
+            _, batches = _spooled(tier, batches)
+        self.batches: Batches = rows.of(batches)
 
 
-def _spooled(tier: ColdTier, wanted: Tensor | None) -> tuple[int, Batches]:
-    """Copies the wanted rows, or all rows if ``wanted`` is None, to a file.
+def _moved_rows(tier: ColdTier, left: Tensor, since: int) -> tuple[Tensor, Tensor]:
+    """Returns which of the ids that have left memory are in the store, and which of
+    these rows have changed since the mark.
+    """
+    parts = list(_read(tier, left))
+    cold_ids = torch.cat([ids for ids, _ in parts])
+    marks = torch.cat([last_marks(images) for _, images in parts])
+    return cold_ids, cold_ids[marks >= since]
 
-    Returns their number and their batches.
+
+class _RowsOfSnapshot:
+    """Tells which rows of the store belong to a snapshot of this moment."""
+
+    def __init__(self, tier: ColdTier, since: int) -> None:
+        self.ids: Tensor | None = None
+        """The ids of the rows, ascending, if they are known."""
+        self.resident: Tensor | None = None
+        """The ids of the rows in memory, if the reader does not read all of them."""
+        self._since = since
+        # later, the tier may have others
+        self._before = tier.expiry.before
+        self._dead = tier.dead
+
+    def of(self, batches: Batches) -> Batches:
+        """Returns the rows of batches that belong to the snapshot."""
+        for ids, images in batches:
+            belongs = self._belongs(ids, images)
+            if belongs.any():
+                yield ids[belongs], images[belongs]
+
+    def _belongs(self, ids: Tensor, images: Tensor) -> Tensor:
+        if self.ids is not None:
+            return among(ids, self.ids)
+        is_valid = (last_steps(images) >= self._before) & ~among(ids, self._dead)
+        if self.resident is None:
+            return is_valid
+        is_changed = last_marks(images) >= self._since
+        return is_valid & is_changed & ~among(ids, self.resident)
+
+
+def _read(tier: ColdTier, ids: Tensor) -> Batches:
+    """Returns the rows of ``ids``, (N,) int64, that are in the store."""
+    return map(tier.read, torch.split(ids, _BATCH))
+
+
+def _spooled(tier: ColdTier, batches: Batches) -> tuple[int, Batches]:
+    """Copies rows to a file. Returns their number, and their batches in ascending
+    order.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the iterator)
     parts = [torch.empty(0, dtype=torch.int64)]
-    rows = (
-        tier.scan()
-        if wanted is None
-        else (tier.read(ids) for ids in torch.split(wanted, _BATCH))
-    )
-    for ids, images in rows:
+    for batch_ids, images in batches:
         file.write(images.numpy().data)
-        parts.append(ids)
+        parts.append(batch_ids)
     file.flush()
     ids = torch.cat(parts)
     return len(ids), _spooled_ascending(file, ids, tier.image_bytes)
@@ -162,12 +177,15 @@ class Snapshot(AbstractContextManager["Snapshot"]):
         self._handle = handle
         self._cold = cold
         self._close = weakref.finalize(self, ops.snapshot_close, handle)
-        self.mark, self.table_rows, self.steps, self.optimizer_steps = (
-            ops.snapshot_moment(handle)
-        )
-        """The mark of the snapshot, and the values of ``len(table)``, ``steps`` and
-        ``optimizer_steps`` at its time.
-        """
+        moment = ops.snapshot_moment(handle)
+        self.mark = moment[0]
+        """The mark of the snapshot."""
+        self.table_rows = moment[1]
+        """The value of ``len(table)`` at the time of the snapshot."""
+        self.steps = moment[2]
+        """The value of ``table.steps`` at the time of the snapshot."""
+        self.optimizer_steps = moment[3]
+        """The value of ``table.optimizer_steps`` at the time of the snapshot."""
         self.left = ops.snapshot_left(handle) if cold is None else cold.left
         """(N,) int64, ascending.
 
@@ -179,10 +197,12 @@ class Snapshot(AbstractContextManager["Snapshot"]):
         if cold is not None:
             self.table_rows += cold.table_rows
             self._rows_left += cold.rows
-        none = self._read_resident(0, False)
-        # Rows that have been read and not merged yet, and rows that have been merged
-        # and not returned yet.
-        self._resident, self._cold_rows, self._merged = none, none, none
+        no_rows = self._read_resident(0, False)
+        # rows that have been read and not merged yet
+        self._resident = no_rows
+        self._cold_rows = no_rows
+        # rows that have been merged and not returned yet
+        self._merged = no_rows
 
     def __len__(self) -> int:
         """Returns the number of rows that have not been read."""
@@ -238,39 +258,46 @@ class Snapshot(AbstractContextManager["Snapshot"]):
 
     def _read_merged(self, cold_batches: Batches, n: int, polite: bool) -> Part:
         while len(self._merged) < n:
-            left = ops.snapshot_rows_left(self._handle)
-            if len(self._resident) == 0 and left:
-                self._resident = self._read_resident(
-                    min(max(n, _MERGED_ROWS), left), polite
-                )
-            if (
-                len(self._cold_rows) == 0
-                and (batch := next(cold_batches, None)) is not None
-            ):
-                self._cold_rows = self._part(batch[0], self._layout.unpacked(batch[1]))
-            # Both sources are read in the order of ids, so that all rows up to the
-            # lesser of the two last ids are here.
-            ends = [
-                int(part.ids[-1])
-                for part in (self._resident, self._cold_rows)
-                if len(part)
-            ]
-            if not ends:
-                raise ColdStoreError(
-                    f"table '{self._name}': the cold store has lost rows while they"
-                    " were being saved"
-                )
-            resident, self._resident = self._resident.up_to(min(ends))
-            cold, self._cold_rows = self._cold_rows.up_to(min(ends))
-            # the copy in the store of a row in memory is outdated
-            in_date = ~among(cold.ids, resident.ids)
-            arrived = Part.concatenated([resident, cold.take(in_date)]).sorted()
-            self._merged = Part.concatenated([self._merged, arrived])
-        part, self._merged = (
-            self._merged.take(slice(0, n)),
-            self._merged.take(slice(n, None)),
-        )
+            self._read_ahead(cold_batches, n, polite)
+            self._merge()
+        part = self._merged.take(slice(0, n))
+        self._merged = self._merged.take(slice(n, None))
         return part
+
+    def _read_ahead(self, cold_batches: Batches, n: int, polite: bool) -> None:
+        """Reads rows of each source of which none are left."""
+        resident_left = ops.snapshot_rows_left(self._handle)
+        if len(self._resident) == 0 and resident_left:
+            rows = min(max(n, _MERGED_ROWS), resident_left)
+            self._resident = self._read_resident(rows, polite)
+        if len(self._cold_rows) == 0:
+            batch = next(cold_batches, None)
+            if batch is not None:
+                ids, images = batch
+                self._cold_rows = self._part(ids, self._layout.unpacked(images))
+
+    def _merge(self) -> None:
+        """Moves rows that have been read to the merged rows.
+
+        Both sources are read in the order of ids, so that all rows up to the lesser of
+        the two last ids have been read.
+        """
+        last_ids = []
+        for part in (self._resident, self._cold_rows):
+            if len(part):
+                last_ids.append(int(part.ids[-1]))
+        if not last_ids:
+            raise ColdStoreError(
+                f"table '{self._name}': the cold store has lost rows while they"
+                " were being saved"
+            )
+        last_id = min(last_ids)
+        resident, self._resident = self._resident.up_to(last_id)
+        cold, self._cold_rows = self._cold_rows.up_to(last_id)
+        # the copy in the store of a row in memory is outdated
+        is_up_to_date = ~among(cold.ids, resident.ids)
+        arrived = Part.concatenated([resident, cold.take(is_up_to_date)])
+        self._merged = Part.concatenated([self._merged, arrived.sorted()])
 
     def _part(self, ids: Tensor, rows: ops.RowTensors) -> Part:
         return Part(ids, self._columns, named_rows(self._optimizer, rows))
