@@ -38,7 +38,8 @@ MOST_COLUMNS = 2**24
 
 GRID_BYTES = 8
 """The bytes of the scale and the bias of an 8-bit row."""
-_TOP, _UNIT = 255, 1 << 16
+_TOP = 255  # the greatest code
+_UNIT = 1 << 16  # a step between codes, in the fixed-point numbers of the rounding
 
 
 def value_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -60,9 +61,8 @@ def row_bytes(dtype: torch.dtype, columns: int) -> int:
 
     It is a multiple of 4.
     """
-    return -(-columns * dtype.itemsize // 4) * 4 + (
-        GRID_BYTES if dtype is torch.int8 else 0
-    )
+    code_bytes = -(-columns * dtype.itemsize // 4) * 4  # rounded up
+    return code_bytes + GRID_BYTES if dtype is torch.int8 else code_bytes
 
 
 def as_numbers(content: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,13 +72,10 @@ def as_numbers(content: Tensor, dtype: torch.dtype) -> Tensor:
     The bytes may begin at any place in memory, also at one that ``Tensor.view``
     refuses.
     """
-    rows, columns = content.shape[0], content.shape[1] // dtype.itemsize
-    return (
-        content.clone(memory_format=torch.contiguous_format)
-        .view(-1)
-        .view(dtype)
-        .view(rows, columns)
-    )
+    rows = content.shape[0]
+    columns = content.shape[1] // dtype.itemsize
+    copied = content.clone(memory_format=torch.contiguous_format)
+    return copied.view(-1).view(dtype).view(rows, columns)
 
 
 def values(stored: Tensor) -> Tensor:
@@ -100,13 +97,12 @@ def as_stored(weights: Tensor, dtype: torch.dtype) -> Tensor:
     type.
     """
     # the stored weights of 8-bit rows are uint8
-    if weights.dtype is (torch.uint8 if dtype is torch.int8 else dtype):
+    stored_dtype = torch.uint8 if dtype is torch.int8 else dtype
+    if weights.dtype is stored_dtype:
         return weights
-    return (
-        _quantized(values(weights))
-        if dtype is torch.int8
-        else values(weights).to(dtype)
-    )
+    if dtype is torch.int8:
+        return _quantized(values(weights))
+    return values(weights).to(dtype)
 
 
 def columns_of(stored: Tensor, columns: slice) -> Tensor:
@@ -115,9 +111,9 @@ def columns_of(stored: Tensor, columns: slice) -> Tensor:
     """
     if stored.dtype is not torch.uint8:
         return stored[:, columns]
-    return torch.cat(
-        [stored[:, :-GRID_BYTES][:, columns], stored[:, -GRID_BYTES:]], dim=1
-    )
+    codes = stored[:, :-GRID_BYTES]
+    grid = stored[:, -GRID_BYTES:]
+    return torch.cat([codes[:, columns], grid], dim=1)
 
 
 def joined_columns(parts: Sequence[Tensor]) -> Tensor:
@@ -128,27 +124,25 @@ def joined_columns(parts: Sequence[Tensor]) -> Tensor:
     """
     if len(parts) == 1:
         return parts[0]
-    return torch.cat(
-        [values(part) if part.dtype is torch.uint8 else part for part in parts], dim=1
-    )
+    numbers = [values(part) if part.dtype is torch.uint8 else part for part in parts]
+    return torch.cat(numbers, dim=1)
 
 
 def _quantized(weights: Tensor) -> Tensor:
     """Returns 8-bit rows of (N, columns) float32 weights, to the bit as
     csrc/row_loops/row_int8.inl makes them.
     """
-    least, greatest = weights.amin(1, keepdim=True), weights.amax(1, keepdim=True)
-    finite = (weights.abs() <= 2.0**126).all(1, keepdim=True)
+    least = weights.amin(1, keepdim=True)
+    greatest = weights.amax(1, keepdim=True)
+    is_finite = (weights.abs() <= 2.0**126).all(1, keepdim=True)
     spread = greatest - least
-    constant = spread < 2.0**-100
+    is_constant = spread < 2.0**-100
     bits = (spread * torch.tensor(1 / _TOP)).view(torch.int32)
     scale = ((bits + 0x80) & ~0xFF).view(torch.float32)  # 16 significant bits
-    inverse = torch.where(constant, 0.0, _UNIT / scale)
+    inverse = torch.where(is_constant, 0.0, _UNIT / scale)
     steps = ((weights - least) * inverse).clamp(max=_TOP * _UNIT)
-    codes = (
-        (torch.where(finite, steps, _TOP * _UNIT).to(torch.int32) + _UNIT // 2) >> 16
-    ).to(torch.uint8)
-    grid = torch.cat([torch.where(constant, 0.0, scale), least + 0.0], dim=1)
-    return torch.cat(
-        [codes, torch.where(finite, grid, torch.nan).view(torch.uint8)], dim=1
-    )
+    steps = torch.where(is_finite, steps, _TOP * _UNIT).to(torch.int32)
+    codes = ((steps + _UNIT // 2) >> 16).to(torch.uint8)
+    grid = torch.cat([torch.where(is_constant, 0.0, scale), least + 0.0], dim=1)
+    grid = torch.where(is_finite, grid, torch.nan)
+    return torch.cat([codes, grid.view(torch.uint8)], dim=1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.store.shared_store import ROWS, SharedDictOptions
 from torchrec_recstore import ops
-from torchrec_recstore.groups import PooledGroup, SequenceGroup
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.kernels.device_copies import Arriving
 from torchrec_recstore.optim import Adam
 from torchrec_recstore.options import LRU, Expiry, MinFrequency, Scored, TableOptions
@@ -282,7 +282,7 @@ GROUP_CALLS: dict[str, Callable[[PooledGroup], object]] = {
 
 
 @pytest.mark.parametrize("name", GROUP_CALLS)
-def test_every_call_of_a_kernel_sees_the_updates_in_flight(name: str) -> None:
+def test_every_call_of_a_group_sees_the_updates_in_flight(name: str) -> None:
     def call(table: Table, other: Given) -> object:
         return GROUP_CALLS[name](PooledGroup([table], [0], "sum"))
 

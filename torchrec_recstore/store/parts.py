@@ -34,18 +34,21 @@ The format allows parts of 256 MB.
 STAMPS = ("last_step", "frequency")
 """The names of the values per row that eviction and expiry use."""
 
-COUNTS_KEY, SCORES_KEY = "frequency", "encoded_score"
-"""The keys of frequencies that count, and of frequencies that encode scores, in the
-states that ``state_dict`` returns.
+COUNTS_KEY = "frequency"
+"""The key of frequencies that count in the states that ``state_dict`` returns."""
 
-A load that knows nothing of the other kind then lacks a key, and does not take scores
-for counts.
+SCORES_KEY = "encoded_score"
+"""The key of frequencies that encode scores.
+
+It is another one than that of counts, so that a load that knows nothing of scores lacks
+a key, and does not take scores for counts.
 """
 
 Owned = Callable[[Tensor], Tensor]
 """A function from (N,) int64 ids to (N,) bool: whether each id belongs to a shard."""
 
 _ALIGNMENT = 8
+_ID_AND_STAMPS_BYTES = 24
 STAMP_BYTES = 12
 """The bytes at the end of an image: the mark of the last change, if it has one, the
 last step, and the frequency.
@@ -91,8 +94,10 @@ class Part:
         """Returns the rows that belong to a shard. None: all of them."""
         if owned is None:
             return self
-        mine = owned(self.ids)
-        return self if bool(mine.all()) else self.take(mine.nonzero().squeeze(1))
+        is_owned = owned(self.ids)
+        if bool(is_owned.all()):
+            return self
+        return self.take(is_owned.nonzero().squeeze(1))
 
     def sorted(self) -> Part:
         """Returns the rows in ascending order of their ids."""
@@ -112,33 +117,27 @@ class Part:
         8-bit rows keep their scale and bias, and row-wise states and stamps are not
         cut, so that nothing is rounded.
         """
-        first, last = (
-            max(self.columns.start, columns.start),
-            min(self.columns.stop, columns.stop),
-        )
-        if (first, last) == (self.columns.start, self.columns.stop):
+        start = max(self.columns.start, columns.start)
+        stop = min(self.columns.stop, columns.stop)
+        if range(start, stop) == self.columns:
             return self
-        cut = slice(first - self.columns.start, last - self.columns.start)
-        rows = {
-            name: value[:, cut] if _is_element_wise(name, value) else value
-            for name, value in self.rows.items()
-        }
-        return Part(
-            self.ids,
-            range(first, last),
-            {**rows, "weight": columns_of(self.rows["weight"], cut)},
-        )
+        places = slice(start - self.columns.start, stop - self.columns.start)
+        rows = {}
+        for name, value in self.rows.items():
+            if name == "weight":
+                rows[name] = columns_of(value, places)
+            else:
+                rows[name] = value[:, places] if value.dim() == 2 else value
+        return Part(self.ids, range(start, stop), rows)
 
     def stored_as(self, dtype: torch.dtype) -> Part:
         """Returns the rows with weights as a table of ``dtype`` stores them, rounded to
         nearest.
         """
         weight = as_stored(self.rows["weight"], dtype)
-        return (
-            self
-            if weight is self.rows["weight"]
-            else replace(self, rows={**self.rows, "weight": weight})
-        )
+        if weight is self.rows["weight"]:
+            return self
+        return replace(self, rows={**self.rows, "weight": weight})
 
     def with_frequencies_of(self, saved: TableOptions, options: TableOptions) -> Part:
         """Returns the rows of a table with the options ``saved``, for a table with
@@ -150,10 +149,8 @@ class Part:
         """
         if isinstance(saved.eviction, Scored) == isinstance(options.eviction, Scored):
             return self
-        return replace(
-            self,
-            rows={**self.rows, "frequency": torch.zeros(len(self), dtype=torch.int64)},
-        )
+        frequency = torch.zeros(len(self), dtype=torch.int64)
+        return replace(self, rows={**self.rows, "frequency": frequency})
 
     @staticmethod
     def concatenated(parts: Sequence[Part]) -> Part:
@@ -161,10 +158,11 @@ class Part:
         first = parts[0]
         if len(parts) == 1:
             return first
-        rows = {
-            name: torch.cat([part.rows[name] for part in parts]) for name in first.rows
-        }
-        return Part(torch.cat([part.ids for part in parts]), first.columns, rows)
+        ids = torch.cat([part.ids for part in parts])
+        rows = {}
+        for name in first.rows:
+            rows[name] = torch.cat([part.rows[name] for part in parts])
+        return Part(ids, first.columns, rows)
 
     @staticmethod
     def joined(parts: Iterable[Part], columns: range) -> Part:
@@ -179,41 +177,33 @@ class Part:
             ValueError: The parts have other ids than each other, or do not cover the
                 columns.
         """
-        cut = sorted(
-            (part.cut(columns) for part in parts), key=lambda part: part.columns.start
-        )
+        cut = [part.cut(columns) for part in parts]
+        cut.sort(key=lambda part: part.columns.start)
         first = cut[0]
         if any(not torch.equal(part.ids, first.ids) for part in cut[1:]):
             raise ValueError("column shards hold different rows")
-        edges = [columns.start, *(part.columns.stop for part in cut)]
-        if [part.columns.start for part in cut] != edges[:-1] or edges[
-            -1
-        ] != columns.stop:
+        starts = [part.columns.start for part in cut]
+        stops = [part.columns.stop for part in cut]
+        if [*starts, columns.stop] != [columns.start, *stops]:
             raise ValueError(
                 f"the rows lack some of the columns {columns.start} to"
                 f" {columns.stop - 1}"
             )
         if len(cut) == 1:
             return first
-
-        def joined(name: str, value: Tensor) -> Tensor:
+        widths = [len(part.columns) for part in cut]
+        rows = {"weight": joined_columns([part.rows["weight"] for part in cut])}
+        for name, value in first.rows.items():
+            if name == "weight":
+                continue
+            values_of_parts = [part.rows[name] for part in cut]
             if name in STAMPS:
-                return value
-            every = [part.rows[name] for part in cut]
-            if _is_element_wise(name, value):
-                return torch.cat(every, dim=1)
-            return column_weighted_mean(every, [len(part.columns) for part in cut])
-
-        rows = {
-            name: joined(name, value)
-            for name, value in first.rows.items()
-            if name != "weight"
-        }
-        return Part(
-            first.ids,
-            columns,
-            {"weight": joined_columns([part.rows["weight"] for part in cut]), **rows},
-        )
+                rows[name] = value
+            elif value.dim() == 2:
+                rows[name] = torch.cat(values_of_parts, dim=1)
+            else:
+                rows[name] = column_weighted_mean(values_of_parts, widths)
+        return Part(first.ids, columns, rows)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns ``ids`` and the rows by name, as a file of a checkpoint has them."""
@@ -225,33 +215,37 @@ class Part:
         bytes of each part.
         """
         headers = [part._header() for part in parts]
-        sizes = [
-            _ALIGNMENT
-            + _padded(len(header))
-            + sum(_padded(each.nbytes) for each in part.tensors().values())
-            for part, header in zip(parts, headers, strict=True)
-        ]
-        whole = torch.empty(sum(sizes), dtype=torch.uint8)
-        for part, header, into in zip(
-            parts, headers, torch.split(whole, sizes) if sizes else (), strict=True
-        ):
-            into[:_ALIGNMENT].view(torch.int64)[0] = len(header)
-            into[_ALIGNMENT : _ALIGNMENT + len(header)] = torch.frombuffer(
-                bytearray(header), dtype=torch.uint8
-            )
-            at = _ALIGNMENT + _padded(len(header))
-            for value in part.tensors().values():
-                into[at : at + value.nbytes].view(value.dtype).view(value.shape).copy_(
-                    value
-                )
-                at += _padded(value.nbytes)
-        return whole, sizes
+        sizes = []
+        for part, header in zip(parts, headers, strict=True):
+            rows_size = sum(_padded(value.nbytes) for value in part.tensors().values())
+            sizes.append(_ALIGNMENT + _padded(len(header)) + rows_size)
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        begin = 0
+        for part, header, size in zip(parts, headers, sizes, strict=True):
+            part._pack(header, data[begin : begin + size])
+            begin += size
+        return data, sizes
+
+    def _pack(self, header: bytes, data: Tensor) -> None:
+        """Writes the length of the header, the header and the rows to bytes, (B,)
+        uint8.
+        """
+        header_end = _ALIGNMENT + len(header)
+        data[:_ALIGNMENT].view(torch.int64)[0] = len(header)
+        data[_ALIGNMENT:header_end] = torch.frombuffer(
+            bytearray(header), dtype=torch.uint8
+        )
+        begin = _ALIGNMENT + _padded(len(header))
+        for value in self.tensors().values():
+            target = data[begin : begin + value.nbytes]
+            target.view(value.dtype).view(value.shape).copy_(value)
+            begin += _padded(value.nbytes)
 
     def _header(self) -> bytes:
-        described = [
-            (name, str(v.dtype).removeprefix("torch."), list(v.shape))
-            for name, v in self.tensors().items()
-        ]
+        described = []
+        for name, value in self.tensors().items():
+            dtype_name = str(value.dtype).removeprefix("torch.")
+            described.append((name, dtype_name, list(value.shape)))
         return json.dumps([self.columns.start, self.columns.stop, described]).encode()
 
     @staticmethod
@@ -263,15 +257,15 @@ class Part:
         ``data``, (B,) uint8, is contiguous, and its address is a multiple of 8.
         """
         length = int(data[:_ALIGNMENT].view(torch.int64))
-        start, stop, described = json.loads(
-            data[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes()
-        )
-        at, named = _ALIGNMENT + _padded(length), {}
+        header = data[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes()
+        start, stop, described = json.loads(header)
+        named = {}
+        begin = _ALIGNMENT + _padded(length)
         for name, dtype_name, shape in described:
             dtype = getattr(torch, dtype_name)
             size = prod(shape) * dtype.itemsize
-            named[name] = data[at : at + size].view(dtype).view(shape)
-            at += _padded(size)
+            named[name] = data[begin : begin + size].view(dtype).view(shape)
+            begin += _padded(size)
         return Part(named.pop("ids"), range(start, stop), named)
 
 
@@ -285,7 +279,9 @@ def rows_in(size: int, dim: int, dtype: torch.dtype, optimizer: Optimizer) -> in
     ``dim`` is that of the whole table, so that the parts of all column shards hold the
     same ids.
     """
-    return max(1, size // (dim * dtype.itemsize + state_bytes(optimizer, dim) + 24))
+    weight_bytes = dim * dtype.itemsize
+    bytes_of_row = weight_bytes + state_bytes(optimizer, dim) + _ID_AND_STAMPS_BYTES
+    return max(1, size // bytes_of_row)
 
 
 def frequency_key(options: TableOptions) -> str:
@@ -297,12 +293,13 @@ def zero_states(optimizer: Optimizer, rows: int, columns: int) -> dict[str, Tens
     """Returns the states and the stamps of rows that have never been updated or looked
     up.
     """
-    kinds = state_names(optimizer).items()
-    states = {
-        name: torch.zeros((rows, columns) if kind == "element" else (rows,))
-        for name, kind in kinds
-    }
-    return {**states, **{name: torch.zeros(rows, dtype=torch.int64) for name in STAMPS}}
+    states = {}
+    for name, kind in state_names(optimizer).items():
+        shape = (rows, columns) if kind == "element" else (rows,)
+        states[name] = torch.zeros(shape)
+    for name in STAMPS:
+        states[name] = torch.zeros(rows, dtype=torch.int64)
+    return states
 
 
 def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
@@ -313,15 +310,10 @@ def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Ten
     if len(states) == 1:
         return states[0]
     columns = sum(widths)
-    weighted = [
-        state.double() * (width / columns)
-        for state, width in zip(states, widths, strict=True)
-    ]
+    weighted = []
+    for state, width in zip(states, widths, strict=True):
+        weighted.append(state.double() * (width / columns))
     return torch.stack(weighted).sum(0).float()
-
-
-def _is_element_wise(name: str, value: Tensor) -> bool:
-    return name != "weight" and value.dim() == 2
 
 
 def _padded(size: int) -> int:
@@ -332,13 +324,15 @@ def named_rows(optimizer: Optimizer, rows: RowTensors) -> dict[str, Tensor]:
     """Returns the tensors of :func:`torchrec_recstore.ops.table_export` in the form of
     :meth:`Table.read_rows`.
     """
-    weight, elements, state, last_step, frequency = rows
-    taken = iter(elements.unbind(0))
-    states = {
-        name: next(taken) if kind == "element" else state
-        for name, kind in state_names(optimizer).items()
-    }
-    return {"weight": weight, **states, "last_step": last_step, "frequency": frequency}
+    weight, elements, row_wise_state, last_step, frequency = rows
+    element_wise_states = iter(elements.unbind(0))
+    named = {"weight": weight}
+    for name, kind in state_names(optimizer).items():
+        is_element_wise = kind == "element"
+        named[name] = next(element_wise_states) if is_element_wise else row_wise_state
+    named["last_step"] = last_step
+    named["frequency"] = frequency
+    return named
 
 
 @dataclass(frozen=True)
@@ -355,43 +349,34 @@ class ImageLayout:
 
     def unpacked(self, images: Tensor) -> RowTensors:
         """Returns the tensors of images, (N, image bytes) uint8. States are float32."""
-        size = row_bytes(self.dtype, self.columns)
+        weight_end = row_bytes(self.dtype, self.columns)
         weight = images[:, : self.columns * self.dtype.itemsize]
         # the codes are padded to whole floats, and the scale and the bias follow
         if self.dtype is torch.int8:
-            weight = torch.cat([weight, images[:, size - GRID_BYTES : size]], dim=1)
+            grid = images[:, weight_end - GRID_BYTES : weight_end]
+            weight = torch.cat([weight, grid], dim=1)
         else:
             weight = as_numbers(weight, self.dtype)
-        bytes_of_one = self.columns * self.state_dtype.itemsize
         elements = torch.empty(
             len(self.squares), len(images), self.columns, dtype=torch.float32
         )
-        for i, is_square in enumerate(self.squares):
-            elements[i] = self._states(
-                images[:, size + i * bytes_of_one : size + (i + 1) * bytes_of_one],
-                is_square,
-            )
-        state = self._states(
-            images[:, self._aside : self._aside + self.state_dtype.itemsize], True
-        ).squeeze(1)
-        return weight, elements, state, last_steps(images), _unsigned(images[:, -4:])
+        begin = weight_end
+        for number, is_square in enumerate(self.squares):
+            end = begin + self.columns * self.state_dtype.itemsize
+            elements[number] = self._states(images[:, begin:end], is_square)
+            begin = end
+        # the element-wise states are padded to whole floats
+        begin = weight_end + -(-(begin - weight_end) // 4) * 4
+        end = begin + self.state_dtype.itemsize
+        row_wise_state = self._states(images[:, begin:end], True).squeeze(1)
+        frequency = _unsigned(images[:, -4:])
+        return weight, elements, row_wise_state, last_steps(images), frequency
 
-    @property
-    def _aside(self) -> int:
-        """The place of the row-wise state.
-
-        The element-wise states are padded to whole floats.
-        """
-        elements = len(self.squares) * self.columns * self.state_dtype.itemsize
-        return row_bytes(self.dtype, self.columns) + -(-elements // 4) * 4
-
-    def _states(self, part: Tensor, is_square: bool) -> Tensor:
-        numbers = as_numbers(part, self.state_dtype).float()
-        return (
-            numbers * numbers
-            if is_square and self.state_dtype is torch.float16
-            else numbers
-        )
+    def _states(self, stored: Tensor, is_square: bool) -> Tensor:
+        numbers = as_numbers(stored, self.state_dtype).float()
+        if is_square and self.state_dtype is torch.float16:
+            return numbers * numbers
+        return numbers
 
 
 def last_steps(images: Tensor) -> Tensor:

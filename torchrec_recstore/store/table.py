@@ -938,7 +938,7 @@ def check_applied(tables: Iterable[Table], *, saves: bool = False) -> None:
     If the caller ``saves`` a state, which then lacks these gradients, the function only
     warns.
     """
-    # A backward on an accelerator hands its gradient to the kernel only then.
+    # A backward on an accelerator hands its gradient to the group only then.
     ops.finish_updates()
     for table in tables:
         if waiting := len(table.pending_passes):

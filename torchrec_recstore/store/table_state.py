@@ -21,34 +21,32 @@ from torchrec_recstore.utils import warn_user
 
 
 class Sightings(NamedTuple):
-    """How often admission has seen ids, (N,) int64, that have no row: (N,) uint8.
+    """How often admission has seen ids that have no row."""
 
-    A generation of the counter (``csrc/bounds/sightings.h``), (N,) uint8, is 0, the present
-    one, or 1, the older one.
-    """
-
-    ids: Tensor
-    counts: Tensor
+    ids: Tensor  # (N,) int64
+    counts: Tensor  # (N,) uint8
+    # (N,) uint8: the generation of the counter, 0 for the present one and 1 for the
+    # older one. See csrc/bounds/sightings.h.
     generations: Tensor
 
     def take(self, which: Tensor) -> Sightings:
         """Returns the entries at positions, (n,) int64, or of a mask, (N,) bool."""
-        return Sightings(*(tensor[which] for tensor in self))
+        return Sightings(self.ids[which], self.counts[which], self.generations[which])
 
 
 def no_sightings() -> Sightings:
     """Returns the sightings of a new table."""
-    none = torch.empty(0, dtype=torch.uint8)
-    return Sightings(torch.empty(0, dtype=torch.int64), none, none)
+    no_counts = torch.empty(0, dtype=torch.uint8)
+    return Sightings(torch.empty(0, dtype=torch.int64), no_counts, no_counts)
 
 
-_SIGHTINGS = dict(
-    zip(
-        ("sighting_ids", "sighting_counts", "sighting_generations"),
-        Sightings._fields,
-        strict=True,
-    )
-)
+_CLOCK = 1  # the place of the clock's time in ops.table_times
+_STEP_KEYS = ("steps", "optimizer_steps")
+_SIGHTING_KEYS = ("sighting_ids", "sighting_counts", "sighting_generations")
+"""The keys of the fields of :class:`Sightings`, in their order."""
+
+STATE_KEYS = (*_STEP_KEYS, "times", *_SIGHTING_KEYS)
+"""The names of the tensors of a :class:`TableState`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,23 +75,26 @@ class TableState:
         The clocks are those of the shard that is ahead. Of column shards, which hold
         the same ids, one has sightings.
         """
-        states = list(states)
-        counted = [state.sightings for state in states if state.sightings is not None]
-        return TableState(
-            steps=max((state.steps for state in states), default=0),
-            optimizer_steps=max((state.optimizer_steps for state in states), default=0),
+        steps = 0
+        optimizer_steps = 0
+        times: tuple[int, ...] | None = None
+        sightings: list[Sightings] = []
+        for state in states:
+            steps = max(steps, state.steps)
+            optimizer_steps = max(optimizer_steps, state.optimizer_steps)
             # The shards have the same ticks. Their clocks differ a little.
-            times=max(
-                (state.times for state in states if state.times),
-                key=lambda times: times[1],
-                default=None,
-            ),
-            sightings=(
-                Sightings(*map(torch.cat, zip(*counted, strict=True)))
-                if counted
-                else None
-            ),
-        )
+            if state.times and (times is None or state.times[_CLOCK] > times[_CLOCK]):
+                times = state.times
+            if state.sightings is not None:
+                sightings.append(state.sightings)
+        merged_sightings: Sightings | None = None
+        if sightings:
+            merged_sightings = Sightings(
+                ids=torch.cat([part.ids for part in sightings]),
+                counts=torch.cat([part.counts for part in sightings]),
+                generations=torch.cat([part.generations for part in sightings]),
+            )
+        return TableState(steps, optimizer_steps, times, merged_sightings)
 
     def owned(self, owned: Owned | None) -> TableState:
         """Returns the state of a shard: the clocks of the table, and the sightings of
@@ -117,9 +118,7 @@ class TableState:
         if self.times is not None:
             named["times"] = torch.tensor(self.times, dtype=torch.int64)
         if self.sightings is not None:
-            named |= {
-                key: getattr(self.sightings, field) for key, field in _SIGHTINGS.items()
-            }
+            named |= zip(_SIGHTING_KEYS, self.sightings, strict=True)
         return named
 
     @staticmethod
@@ -132,45 +131,48 @@ class TableState:
             ValueError: A tensor has another shape or another dtype. The message names
                 the tensor.
         """
-        found = {
-            key: named[key].detach().to("cpu") for key in STATE_KEYS if key in named
-        }
-        for key, value in found.items():
-            size, dtype = None, torch.int64
-            if key in ("steps", "optimizer_steps"):
-                size = 1
-            elif key != "times":
-                size, dtype = (
-                    len(found.get("sighting_ids", ())),
-                    (torch.int64 if key == "sighting_ids" else torch.uint8),
-                )
-            if (
-                value.dtype is not dtype
-                or value.dim() != 1
-                or size not in (None, len(value))
-            ):
-                expected = f"({'T' if size is None else size},)"
-                got = f"{value.dtype} of shape {tuple(value.shape)}"
-                raise ValueError(
-                    f"{key} must be {dtype} of shape {expected}, got {got}"
-                )
-        missing = [key for key in _SIGHTINGS if key not in found]
-        if 0 < len(missing) < len(_SIGHTINGS):
+        tensors = {}
+        for key in STATE_KEYS:
+            if key in named:
+                tensors[key] = named[key].detach().to("cpu")
+        sighting_ids = tensors.get("sighting_ids", ())
+        for key, tensor in tensors.items():
+            if key == "times":
+                _check_tensor(key, tensor, None, torch.int64)
+            elif key in _STEP_KEYS:
+                _check_tensor(key, tensor, 1, torch.int64)
+            elif key == "sighting_ids":
+                _check_tensor(key, tensor, len(sighting_ids), torch.int64)
+            else:
+                _check_tensor(key, tensor, len(sighting_ids), torch.uint8)
+        missing = [key for key in _SIGHTING_KEYS if key not in tensors]
+        if 0 < len(missing) < len(_SIGHTING_KEYS):
             raise ValueError(f"the sightings have no {', '.join(missing)}")
+        times: tuple[int, ...] | None = None
+        if "times" in tensors:
+            times = tuple(tensors["times"].tolist())
+        sightings: Sightings | None = None
+        if not missing:
+            sightings = Sightings(*(tensors[key] for key in _SIGHTING_KEYS))
         return TableState(
-            steps=int(found["steps"]) if "steps" in found else 0,
-            optimizer_steps=(
-                int(found["optimizer_steps"]) if "optimizer_steps" in found else 0
-            ),
-            times=tuple(found["times"].tolist()) if "times" in found else None,
-            sightings=(
-                None if missing else Sightings(*(found[key] for key in _SIGHTINGS))
-            ),
+            steps=int(tensors.get("steps", 0)),
+            optimizer_steps=int(tensors.get("optimizer_steps", 0)),
+            times=times,
+            sightings=sightings,
         )
 
 
-STATE_KEYS = ("steps", "optimizer_steps", "times", *_SIGHTINGS)
-"""The names of the tensors of a :class:`TableState`."""
+def _check_tensor(
+    key: str, tensor: Tensor, size: int | None, dtype: torch.dtype
+) -> None:
+    """Raises ValueError if a tensor is not (size,) of ``dtype``. None: any size."""
+    has_size = tensor.dim() == 1 and size in (None, len(tensor))
+    if tensor.dtype is not dtype or not has_size:
+        expected_size = "T" if size is None else size
+        raise ValueError(
+            f"{key} must be {dtype} of shape ({expected_size},),"
+            f" got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
 
 
 class _TimedTable(Protocol):
@@ -179,29 +181,42 @@ class _TimedTable(Protocol):
     options: TableOptions
 
 
+class _Refusal(NamedTuple):
+    """A time that a table has refused. Times are in microseconds."""
+
+    time: int
+    clock: int
+    refused_times: int
+    max_jump: int
+
+
 def set_event_time(tables: Iterable[_TimedTable], times: Sequence[int]) -> None:
     """Sets the time by which rows expire to one of ``times``, in microseconds, which
     the ranks know of the events.
 
-    See ``csrc/bounds/wall_clock.h``. Warns in the first, tenth, hundredth and so on call that
-    refuses a time.
+    See ``csrc/bounds/wall_clock.h``. Warns in the first, tenth, hundredth and so on
+    call that refuses a time.
     """
-    refusals: dict[tuple[int, int, int, int], set[str]] = {}
+    refusals: dict[_Refusal, set[str]] = {}
     for table in tables:
         refused = ops.table_set_time(table.handle, times)
-        if refused and table.options.expiry and str(refused[-1]).rstrip("0") == "1":
-            time, clock, count = refused
-            refusals.setdefault(
-                (time, clock, count, table.options.expiry.max_jump_microseconds), set()
-            ).add(table.name)
-    for (time, clock, count, max_jump), names in refusals.items():
-        named = repr(min(names)) + (
-            f" and {len(names) - 1} more" if len(names) > 1 else ""
-        )
+        if not refused or not table.options.expiry:
+            continue
+        time, clock, count = refused
+        is_power_of_ten = str(count).rstrip("0") == "1"
+        if is_power_of_ten:
+            max_jump = table.options.expiry.max_jump_microseconds
+            refusal = _Refusal(time, clock, count, max_jump)
+            refusals.setdefault(refusal, set()).add(table.name)
+    for refusal, names in refusals.items():
+        named = repr(min(names))
+        if len(names) > 1:
+            named += f" and {len(names) - 1} more"
         warn_user(
-            f"table {named}: set_time has refused the time {time / 1e6} ({count}"
-            f" refused so far): it is more than {max_jump / 1e6:g} s away from the"
-            f" clock's time {clock / 1e6}, by which rows expire. The clock follows when"
+            f"table {named}: set_time has refused the time {refusal.time / 1e6}"
+            f" ({refusal.refused_times} refused so far): it is more than"
+            f" {refusal.max_jump / 1e6:g} s away from the clock's time"
+            f" {refusal.clock / 1e6}, by which rows expire. The clock follows when"
             " ten calls in a row agree. If your events can be so far apart, set"
             " Expiry(max_jump_s=...); otherwise leave out the times that are wrong"
         )
@@ -272,27 +287,22 @@ class StatsByTable(dict[str, TableStats]):
 
         Counts that are 0 for all tables are left out.
         """
-        counts = [
-            f.name
-            for f in fields(TableStats)
-            if f.name not in ("lookups", "misses", "hits")
-        ]
-        always = ("rows", "bytes", "steps")
-        names = [
-            name
-            for name in counts
-            if name in always or any(getattr(each, name) for each in self.values())
-        ]
+        in_hit_rate = ("lookups", "misses", "hits")
+        always_shown = ("rows", "bytes", "steps")
+        names = []
+        for field in fields(TableStats):
+            if field.name in in_hit_rate:
+                continue
+            is_counted = any(getattr(stats, field.name) for stats in self.values())
+            if field.name in always_shown or is_counted:
+                names.append(field.name)
         columns = ["table", *(name.replace("_", " ") for name in names), "hit rate"]
-        cells = [
-            [
-                table,
-                *(f"{getattr(each, name):,}" for name in names),
-                f"{each.hits / max(each.lookups, 1):.1%}",
-            ]
-            for table, each in self.items()
-        ]
-        return columns, cells
+        rows = []
+        for table_name, stats in self.items():
+            counts = [f"{getattr(stats, name):,}" for name in names]
+            hit_rate = stats.hits / max(stats.lookups, 1)
+            rows.append([table_name, *counts, f"{hit_rate:.1%}"])
+        return columns, rows
 
 
 def combined(shards: Iterable[TableStats]) -> TableStats:
@@ -300,12 +310,11 @@ def combined(shards: Iterable[TableStats]) -> TableStats:
     ``steps`` and ``refused_times``.
     """
     shards = list(shards)
-    total = {
-        f.name: sum(getattr(stats, f.name) for stats in shards)
-        for f in fields(TableStats)
-    }
-    most = {
-        name: max(getattr(stats, name) for stats in shards)
-        for name in ("steps", "refused_times")
-    }
-    return TableStats(**(total | most))
+    counts = {}
+    for field in fields(TableStats):
+        counts_of_shards = [getattr(stats, field.name) for stats in shards]
+        if field.name in ("steps", "refused_times"):
+            counts[field.name] = max(counts_of_shards)
+        else:
+            counts[field.name] = sum(counts_of_shards)
+    return TableStats(**counts)
