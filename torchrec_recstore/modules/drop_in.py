@@ -37,37 +37,58 @@ class DropIn(TableModule):
 
     def __init__(
         self,
-        arguments: dict[str, Any],
+        *,
         num_embeddings: int,
+        embedding_dim: int,
         padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        sparse: bool,
         weight: Tensor | None,
-        fused: bool,
         device: torch.device | str | int | None,
-        kept: tuple[float | None, float, bool, bool],
+        dtype: torch.dtype | None,
+        lr: float,
+        optimizer: Optimizer | None,
+        options: TableOptions,
+        fused: bool,
+        name: str | None,
+        state_dtype: torch.dtype,
     ) -> None:
-        _check_shape(num_embeddings, arguments["dim"], kept[0], weight)
+        optimizer = optimizer_of(optimizer, lr)
+        table_arguments = _table_arguments(
+            dim=embedding_dim,
+            weight=weight,
+            dtype=dtype,
+            optimizer=optimizer,
+            options=options,
+            name=name,
+            state_dtype=state_dtype,
+        )
+        _check_shape(num_embeddings, embedding_dim, max_norm, weight)
         super().__init__(
-            arguments,
-            LearningRate(arguments["optimizer"].lr),
-            fused=fused,
-            device=device,
+            table_arguments, LearningRate(optimizer.lr), fused=fused, device=device
         )
         self.num_embeddings = num_embeddings
-        self.embedding_dim: int = arguments["dim"]
+        self.embedding_dim = embedding_dim
         self.padding_idx = _padding_id(padding_idx, num_embeddings)
-        # The constructor does not use these arguments of torch's module itself.
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = kept
+        self.scale_grad_by_freq = scale_grad_by_freq
+        # torch's module has these attributes, which have no effect here.
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.sparse = sparse
         self._table_groups = EagerGroups()
         if weight is not None and self._owned is not None:
             load_table_state(self._owned.table, {"weight": weight})
 
     def extra_repr(self) -> str:
         """Returns the arguments that the module's repr shows, as in torch."""
-        own = {"mode": getattr(self, "mode", None), "padding_idx": self.padding_idx}
-        shown = [
-            f"{name}={value!r}" for name, value in own.items() if value is not None
-        ]
-        return ", ".join([str(self.num_embeddings), str(self.embedding_dim), *shown])
+        parts = [str(self.num_embeddings), str(self.embedding_dim)]
+        for name in ("mode", "padding_idx"):
+            value = getattr(self, name, None)
+            if value is not None:
+                parts.append(f"{name}={value!r}")
+        return ", ".join(parts)
 
     @property
     def _output_dtype(self) -> torch.dtype:
@@ -81,10 +102,10 @@ class DropIn(TableModule):
         """Returns the rows, (N, dim) float32, of ids (N,) int64."""
         (rows,) = self._table_groups.rows([self], ids, [len(ids)], train=self._trains)
         if self.scale_grad_by_freq and rows.requires_grad:
-            _, place, counts = torch.unique(
+            _, numbers, counts = torch.unique(
                 ids, return_inverse=True, return_counts=True
             )
-            rows = _ScaledGradient.apply(rows, counts[place])  # type: ignore[no-untyped-call]
+            rows = _ScaledGradient.apply(rows, counts[numbers])  # type: ignore[no-untyped-call]
         return rows
 
     def _apply(self, *args: Any, **kwargs: Any) -> DropIn:
@@ -170,24 +191,23 @@ class RecStoreEmbedding(DropIn):
         name: str | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        rows = (
-            embedding_dim,
-            _weight,
-            dtype,
-            optimizer_of(optimizer, lr),
-            options,
-            name,
-            state_dtype,
-        )
-        kept = (max_norm, norm_type, scale_grad_by_freq, sparse)
         super().__init__(
-            _table_arguments(*rows),
-            num_embeddings,
-            padding_idx,
-            _weight,
-            fused,
-            device,
-            kept,
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            weight=_weight,
+            device=device,
+            dtype=dtype,
+            lr=lr,
+            optimizer=optimizer,
+            options=options,
+            fused=fused,
+            name=name,
+            state_dtype=state_dtype,
         )
         self.weight.requires_grad_(not (_freeze or self.is_frozen))
 
@@ -201,28 +221,31 @@ class RecStoreEmbedding(DropIn):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        **more: object,
+        **arguments: object,
     ) -> RecStoreEmbedding:
         """Returns a module with the rows ``embeddings``, (n, dim), as
         ``torch.nn.Embedding.from_pretrained`` does.
 
         Row i of ``embeddings`` becomes the row of id i. If ``freeze`` is True, the rows
-        are not trained. The other arguments, including ``more``, are those of the
+        are not trained. The other arguments, including ``arguments``, are those of the
         constructor.
 
         Raises:
             ValueError: ``embeddings`` does not have two dimensions.
         """
-        torchs = (
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            embeddings,
-            freeze,
+        num_embeddings, embedding_dim = _shape_of(embeddings)
+        return cls(
+            num_embeddings,
+            embedding_dim,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            _weight=embeddings,
+            _freeze=freeze,
+            **arguments,  # type: ignore[arg-type]
         )
-        return cls(*_shape_of(embeddings), *torchs, **more)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows of ids.
@@ -245,25 +268,26 @@ class RecStoreEmbedding(DropIn):
                 (*input.shape, self.embedding_dim), dtype=self._output_dtype
             )
         ids = _int64_input(input).reshape(-1)
-        out = (
-            self._rows(ids)
-            if self.padding_idx is None
-            else self._with_padding(ids, self.padding_idx)
-        )
-        return to_device(out, CopyTarget(input.device, self._output_dtype)).view(
-            *input.shape, self.embedding_dim
-        )
+        if self.padding_idx is None:
+            rows = self._rows(ids)
+        else:
+            rows = self._rows_beside_padding(ids, self.padding_idx)
+        rows = to_device(rows, CopyTarget(input.device, self._output_dtype))
+        return rows.view(*input.shape, self.embedding_dim)
 
-    def _with_padding(self, ids: Tensor, padding: int) -> Tensor:
-        places = (ids != padding).nonzero().squeeze(1)
-        rows = self._rows(ids[places])
-        given = torch.tensor([padding])
+    def _rows_beside_padding(self, ids: Tensor, padding: int) -> Tensor:
+        """Returns the rows, (N, dim) float32, of ids (N,) int64. The row of the id
+        ``padding`` is only read.
+        """
+        positions = (ids != padding).nonzero().squeeze(1)
+        trained_rows = self._rows(ids[positions])
         out = torch.zeros(len(ids), self.embedding_dim)
-        if len(places) < len(ids) and bool(self.table.contains(given)):
-            # The id has a row. (Without a row, and with missing="init", the lookup
-            # would not return zeros.)
-            out += self.table.lookup(given)
-        return out.index_copy(0, places, rows)
+        if len(positions) < len(ids):
+            padding_id = torch.tensor([padding])
+            # Without a row, and with missing="init", the lookup would not return zeros.
+            if bool(self.table.contains(padding_id)):
+                out += self.table.lookup(padding_id)
+        return out.index_copy(0, positions, trained_rows)
 
 
 class RecStoreEmbeddingBag(DropIn):
@@ -320,32 +344,30 @@ class RecStoreEmbeddingBag(DropIn):
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode must be 'sum', 'mean' or 'max', got {mode!r}")
-        for argument, value in (
-            ("scale_grad_by_freq", scale_grad_by_freq),
-            ("sparse", sparse),
-        ):
-            if mode == "max" and value:
+        if mode == "max":
+            if scale_grad_by_freq:
                 raise ValueError(
-                    f"{argument} must be False with mode='max', as in torch"
+                    "scale_grad_by_freq must be False with mode='max', as in torch"
                 )
-        rows = (
-            embedding_dim,
-            _weight,
-            dtype,
-            optimizer_of(optimizer, lr),
-            options,
-            name,
-            state_dtype,
-        )
-        kept = (max_norm, norm_type, scale_grad_by_freq, sparse)
+            if sparse:
+                raise ValueError("sparse must be False with mode='max', as in torch")
         super().__init__(
-            _table_arguments(*rows),
-            num_embeddings,
-            padding_idx,
-            _weight,
-            fused,
-            device,
-            kept,
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            weight=_weight,
+            device=device,
+            dtype=dtype,
+            lr=lr,
+            optimizer=optimizer,
+            options=options,
+            fused=fused,
+            name=name,
+            state_dtype=state_dtype,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -362,21 +384,26 @@ class RecStoreEmbeddingBag(DropIn):
         sparse: bool = False,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        **more: object,
+        **arguments: object,
     ) -> RecStoreEmbeddingBag:
         """Returns a module with the rows ``embeddings``, (n, dim), as
         ``torch.nn.EmbeddingBag.from_pretrained`` does.
 
         See :meth:`RecStoreEmbedding.from_pretrained`.
         """
-        pooling = (mode, sparse, embeddings, include_last_offset, padding_idx)
+        num_embeddings, embedding_dim = _shape_of(embeddings)
         module = cls(
-            *_shape_of(embeddings),
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            *pooling,  # type: ignore[arg-type]
-            **more,  # type: ignore[arg-type]
+            num_embeddings,
+            embedding_dim,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            mode=mode,
+            sparse=sparse,
+            _weight=embeddings,
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
+            **arguments,  # type: ignore[arg-type]
         )
         module.weight.requires_grad_(not freeze)
         return module
@@ -442,15 +469,16 @@ class RecStoreEmbeddingBag(DropIn):
         if len(bags.ids) == 0:
             # torch's pooling refuses an empty batch. The sum keeps the rows in the
             # graph: backward counts as an update.
-            return rows.new_zeros(len(bags.offsets) - 1, self.embedding_dim) + rows.sum(
-                0
-            )
-        how: dict[str, Any] = {
-            "mode": self.mode,
-            "per_sample_weights": bags.weights,
-            "include_last_offset": True,
-        }
-        return F.embedding_bag(torch.arange(len(rows)), rows, bags.offsets, **how)
+            zeros = rows.new_zeros(len(bags.offsets) - 1, self.embedding_dim)
+            return zeros + rows.sum(0)
+        return F.embedding_bag(
+            torch.arange(len(rows)),
+            rows,
+            bags.offsets,
+            mode=self.mode,
+            per_sample_weights=bags.weights,
+            include_last_offset=True,
+        )
 
     def _meta_output(self, input: Tensor, offsets: Tensor | None) -> Tensor:
         count = input.shape[0]
@@ -482,6 +510,7 @@ def _check_shape(
 
 
 def _table_arguments(
+    *,
     dim: int,
     weight: Tensor | None,
     dtype: torch.dtype | None,
@@ -490,6 +519,7 @@ def _table_arguments(
     name: str | None,
     state_dtype: torch.dtype,
 ) -> dict[str, Any]:
+    """Returns the arguments of the module's ``Table``, by name."""
     if not isinstance(options, TableOptions):
         raise TypeError(f"options must be TableOptions, got {type(options).__name__}")
     if dtype is None:
@@ -498,14 +528,14 @@ def _table_arguments(
         # New rows depend on the name, and two modules have different rows, as in torch.
         name = f"embedding_{int(torch.randint(2**62, (), device='cpu')):016x}"
     options = replace(options, initializer=options.initializer or NormalInit(0.0, 1.0))
-    given = {
+    return {
         "dim": dim,
         "dtype": dtype,
         "optimizer": optimizer,
         "options": options,
         "name": name,
+        "state_dtype": state_dtype,
     }
-    return {**given, "state_dtype": state_dtype}
 
 
 def _shape_of(embeddings: Tensor) -> tuple[int, int]:
@@ -553,23 +583,18 @@ def _bags_of(
     input, offsets, per_sample_weights = _on_host(input, offsets, per_sample_weights)
     ids = _int64_input(input)
     if input.is_nested:
-        ids, offsets, include_last_offset = (
-            _int64_input(input.values()),
-            input.offsets(),  # type: ignore[attr-defined]
-            True,
-        )
-        if per_sample_weights is not None and not per_sample_weights.is_nested:
-            raise ValueError(
-                "per_sample_weights must be a nested tensor if input is one"
-            )
-        per_sample_weights = (
-            None if per_sample_weights is None else per_sample_weights.values()
-        )
-    weights = (
-        None
-        if per_sample_weights is None
-        else _weights_on_host(per_sample_weights, ids)
-    )
+        ids = _int64_input(input.values())
+        offsets = input.offsets()  # type: ignore[attr-defined]
+        include_last_offset = True
+        if per_sample_weights is not None:
+            if not per_sample_weights.is_nested:
+                raise ValueError(
+                    "per_sample_weights must be a nested tensor if input is one"
+                )
+            per_sample_weights = per_sample_weights.values()
+    weights = None
+    if per_sample_weights is not None:
+        weights = _weights_on_host(per_sample_weights, ids)
     if ids.dim() == 2:
         if offsets is not None:
             raise ValueError(
@@ -578,24 +603,28 @@ def _bags_of(
             )
         # arange with a step cannot make these bounds: L may be 0.
         bounds = torch.arange(ids.shape[0] + 1) * ids.shape[1]
-        ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+        ids = ids.reshape(-1)
+        weights = None if weights is None else weights.reshape(-1)
     else:
         bounds = _bounds(ids, offsets, include_last_offset)
         end = int(bounds[-1])
-        ids, weights = ids[:end], None if weights is None else weights[:end]
+        ids = ids[:end]
+        weights = None if weights is None else weights[:end]
     if padding_idx is not None:
-        stays = ids != padding_idx
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), stays.cumsum(0)])
-        ids, bounds = ids[stays], before[bounds]
-        weights = None if weights is None else weights[stays]
+        is_pooled = ids != padding_idx
+        zero = torch.zeros(1, dtype=torch.int64)
+        pooled_before = torch.cat([zero, is_pooled.cumsum(0)])
+        ids = ids[is_pooled]
+        bounds = pooled_before[bounds]
+        weights = None if weights is None else weights[is_pooled]
     return Bags(ids, bounds, weights)
 
 
 def _int64_input(input: Tensor) -> Tensor:
     """Returns ``input`` as int64 on the CPU, or unchanged if it is a nested tensor."""
     if not isinstance(input, Tensor) or input.dtype not in (torch.int32, torch.int64):
-        got = input.dtype if isinstance(input, Tensor) else type(input).__name__
-        raise TypeError(f"input must be an int32 or int64 tensor, got {got}")
+        kind = input.dtype if isinstance(input, Tensor) else type(input).__name__
+        raise TypeError(f"input must be an int32 or int64 tensor, got {kind}")
     return input if input.is_nested else _on_host(input)[0].to(torch.int64)
 
 
@@ -605,20 +634,26 @@ def _on_host(*tensors: Tensor | None) -> list[Any]:
     Nested tensors, and weights whose gradient or dtype needs a copy of its own, are
     returned as they are.
     """
-    together = {
+    device_tensors = {
         number: tensor
         for number, tensor in enumerate(tensors)
-        if isinstance(tensor, Tensor)
-        and tensor.device.type != "cpu"
-        and tensor.itemsize in (4, 8)
-        and not (tensor.is_nested or tensor.requires_grad)
+        if isinstance(tensor, Tensor) and _is_copied_with_others(tensor)
     }
-    found: list[Any] = list(tensors)
-    if together:
-        on_host = to_host([tensor.reshape(-1) for tensor in together.values()])
-        for (number, tensor), copied in zip(together.items(), on_host, strict=True):
-            found[number] = copied.view(tensor.shape)
-    return found
+    results: list[Any] = list(tensors)
+    if device_tensors:
+        copies = to_host([tensor.reshape(-1) for tensor in device_tensors.values()])
+        for number, copy in zip(device_tensors, copies, strict=True):
+            results[number] = copy.view(device_tensors[number].shape)
+    return results
+
+
+def _is_copied_with_others(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type != "cpu"
+        and tensor.itemsize in (4, 8)
+        and not tensor.is_nested
+        and not tensor.requires_grad
+    )
 
 
 def _weights_on_host(weights: Tensor, ids: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_recstore.optim import state_names
+from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.parts import STAMPS, frequency_key, zero_states
 from torchrec_recstore.store.table_state import STATE_KEYS
@@ -44,11 +44,8 @@ class OwnedTable:
         raised if they are in a shared cold store.
         """
         old = self.table
-        one, other = (
-            (type(each), vars(each).get("name"))
-            for each in (old.optimizer, arguments["optimizer"])
-        )
-        keeps_state = one == other
+        optimizer = arguments["optimizer"]
+        keeps_state = _state_kind(optimizer) == _state_kind(old.optimizer)
         if old.tier.shared and not keeps_state:
             raise ValueError(
                 f"table {old.name!r}: its rows are shared and have the state of"
@@ -57,15 +54,12 @@ class OwnedTable:
         fresh = OwnedTable(arguments)
 
         def converted(part: Part) -> Part:
-            zeros = zero_states(arguments["optimizer"], len(part), old.dim)
-            kept = ("weight", *zeros) if keeps_state else ("weight", *STAMPS)
-            return replace(
-                part,
-                rows={
-                    **zeros,
-                    **{name: part.rows[name] for name in kept if name in part.rows},
-                },
-            )
+            rows = zero_states(optimizer, len(part), old.dim)
+            taken = ["weight", *rows] if keeps_state else ["weight", *STAMPS]
+            for name in taken:
+                if name in part.rows:
+                    rows[name] = part.rows[name]
+            return replace(part, rows=rows)
 
         _copy(old, fresh.table, converted)
         # last, because the old table has no record afterwards
@@ -90,6 +84,11 @@ class OwnedTable:
             # must exist until it has started.
             weakref.finalize(process, state.clear).atexit = False
         return _restored, (self._arguments, state)
+
+
+def _state_kind(optimizer: Optimizer) -> tuple[type[Optimizer], str | None]:
+    """Returns what optimizers whose states fit each other have in common."""
+    return type(optimizer), vars(optimizer).get("name")
 
 
 def _restored(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> OwnedTable:
@@ -119,20 +118,22 @@ def table_state(table: Table) -> dict[str, Tensor]:
     ``encoded_score`` in the place of ``frequency``.
     """
     ids = table.ids()
-    whole: dict[str, Tensor] = {}
-    at = 0
+    columns: dict[str, Tensor] = {}
+    first = 0
     for part in table.parts():
-        for name, read in part.rows.items():
-            found = part.weights if read.dtype is torch.uint8 else read
-            if name not in whole:
-                whole[name] = found.new_empty((len(ids), *found.shape[1:]))
-            whole[name][at : at + len(part)] = found
-        at += len(part)
-    whole[frequency_key(table.options)] = whole.pop("frequency")
+        end = first + len(part)
+        for name, values in part.rows.items():
+            if values.dtype is torch.uint8:  # rows of 8 bits
+                values = part.weights
+            if name not in columns:
+                columns[name] = values.new_empty((len(ids), *values.shape[1:]))
+            columns[name][first:end] = values
+        first = end
+    columns[frequency_key(table.options)] = columns.pop("frequency")
     return {
-        "weight": whole.pop("weight"),
+        "weight": columns.pop("weight"),
         "weight_id": ids,
-        **whole,
+        **columns,
         **table.state().tensors(),
     }
 
@@ -186,52 +187,54 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{key} must be a tensor, got {type(value).__name__}")
-    weight = _whole("weight", state["weight"])
+    weight = _plain_tensor("weight", state["weight"])
     rows = weight.shape[0] if weight.dim() else 0
     floats = {"weight": "element", **state_names(table.optimizer)}
-    keys = [*floats, "weight_id", "last_step", frequency_key(table.options)]
-    shapes = {
-        key: (rows, table.dim) if floats.get(key) == "element" else (rows,)
-        for key in keys
+    of_table = {
+        key: _plain_tensor(key, state[key]) for key in STATE_KEYS if key in state
     }
-    whole = TableState.from_tensors(
-        {key: _whole(key, state[key]) for key in STATE_KEYS if key in state}
-    ).tensors()
-    for key, shape in shapes.items():
-        if key not in state:
+    checked = TableState.from_tensors(of_table).tensors()
+    for key in [*floats, "weight_id", "last_step", frequency_key(table.options)]:
+        shape = (rows, table.dim) if floats.get(key) == "element" else (rows,)
+        if key in state:
+            value = _plain_tensor(key, state[key]).detach().to("cpu")
+            checked[key] = _checked_column(
+                table, key, value, shape, is_float=key in floats
+            )
+        elif key == "weight_id":
+            checked[key] = torch.arange(rows)
+        else:
             dtype = torch.float32 if key in floats else torch.int64
-            whole[key] = (
-                torch.arange(rows)
-                if key == "weight_id"
-                else torch.zeros(shape, dtype=dtype)
-            )
-            continue
-        value = _whole(key, state[key]).detach().to("cpu")
-        if tuple(value.shape) != shape:
-            raise ValueError(
-                f"{key} must have the shape {shape}, got {tuple(value.shape)}"
-            )
-        if value.is_floating_point() != (key in floats):
-            kind = "a floating-point" if key in floats else "an integer"
-            raise ValueError(f"{key} must have {kind} dtype, got {value.dtype}")
-        if key in floats:
-            value = value.to(
-                table.dtype
-                if key == "weight" and value.dtype is table.dtype
-                else torch.float32
-            )
-        whole[key] = value
-    ids = whole["weight_id"]
+            checked[key] = torch.zeros(shape, dtype=dtype)
+    _check_ids(checked["weight_id"])
+    return checked
+
+
+def _checked_column(
+    table: Table, key: str, value: Tensor, shape: tuple[int, ...], *, is_float: bool
+) -> Tensor:
+    """Returns one value for each row, in the dtype in which the table takes it."""
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{key} must have the shape {shape}, got {tuple(value.shape)}")
+    if value.is_floating_point() != is_float:
+        kind = "a floating-point" if is_float else "an integer"
+        raise ValueError(f"{key} must have {kind} dtype, got {value.dtype}")
+    is_stored_weight = key == "weight" and value.dtype is table.dtype
+    if is_float and not is_stored_weight:
+        value = value.to(torch.float32)
+    return value
+
+
+def _check_ids(ids: Tensor) -> None:
     if ids.dtype is not torch.int64:
         raise ValueError(f"weight_id must be int64, got {ids.dtype}")
-    if not bool((ids[1:] > ids[:-1]).all()) and bool(
-        (ids.sort().values.diff() == 0).any()
-    ):
+    if bool((ids[1:] > ids[:-1]).all()):
+        return
+    if bool((ids.sort().values.diff() == 0).any()):
         raise ValueError("weight_id must not contain the same id twice")
-    return whole
 
 
-def _whole(key: str, value: Tensor) -> Tensor:
+def _plain_tensor(key: str, value: Tensor) -> Tensor:
     """Returns a plain tensor for a tensor of a sharded module's state, if all of its
     shards are in this process.
     """

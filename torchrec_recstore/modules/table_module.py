@@ -175,8 +175,9 @@ class TableModule(RefusesQuantization, nn.Module):
                 " weight.grad does not hold the collected gradients. Zero them with"
                 " zero_grad()"
             )
-        ids, grads = zip(*self._collected, strict=True)
-        return torch.cat(ids), torch.cat(grads)
+        ids = torch.cat([ids for ids, _ in self._collected])
+        grads = torch.cat([grads for _, grads in self._collected])
+        return ids, grads
 
     def forget_collected(self) -> None:
         """Removes the collected gradients."""
@@ -188,8 +189,8 @@ class TableModule(RefusesQuantization, nn.Module):
 
         If more than the learning rate differs, a new table gets the rows.
         """
-        present: Optimizer = self._arguments["optimizer"]
-        if self.is_frozen or replace(optimizer, lr=present.lr) == present:
+        current: Optimizer = self._arguments["optimizer"]
+        if self.is_frozen or replace(optimizer, lr=current.lr) == current:
             return
         self.check_optimizer(optimizer)
         arguments = {**self._arguments, "optimizer": optimizer}
@@ -201,15 +202,13 @@ class TableModule(RefusesQuantization, nn.Module):
         """Raises ValueError if the rows have been updated by an optimizer of another
         type, whose state does not fit.
         """
-        present = self._arguments["optimizer"]
-        if (
-            type(optimizer) is not type(present)
-            and self._owned is not None
-            and self._owned.table.optimizer_steps
-        ):
+        current = self._arguments["optimizer"]
+        if type(optimizer) is type(current) or self._owned is None:
+            return
+        if self._owned.table.optimizer_steps:
             raise ValueError(
                 f"table {self._arguments['name']!r} has been updated by"
-                f" {type(present).__name__}, whose state does not fit"
+                f" {type(current).__name__}, whose state does not fit"
                 f" {type(optimizer).__name__}"
             )
 
@@ -235,13 +234,13 @@ class TableModule(RefusesQuantization, nn.Module):
         self, device: torch.device | str, requires_grad: bool = True
     ) -> TableParameter:
         requires_grad = requires_grad and not self.is_frozen
-        nothing = torch.empty(
+        no_rows = torch.empty(
             0,
             self._arguments["dim"],
             dtype=value_dtype(self._arguments["dtype"]),
             device=device,
         )
-        return TableParameter(nothing, requires_grad, table=self._arguments["name"])
+        return TableParameter(no_rows, requires_grad, table=self._arguments["name"])
 
     def _apply(
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
@@ -275,46 +274,33 @@ class TableModule(RefusesQuantization, nn.Module):
                 )
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
-        local_metadata, strict, missing_keys, _, error_msgs = others
-        if self._owned is None and local_metadata.get(
-            "assign_to_params_buffers", False
-        ):
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        if self._owned is None and assigns:
             self._owned = OwnedTable(self._arguments)
             self._parameters["weight"] = self._parameter(
                 "cpu", self.weight.requires_grad
             )
-        keys = ["weight"] if self._owned is None else state_keys(self._owned.table)
-        own = {
-            key: state_dict[prefix + key] for key in keys if prefix + key in state_dict
-        }
-        missing = [key for key in keys if key not in own]
-        if (
-            self._owned is not None
-            and frequency_key(self._owned.table.options) in missing
-        ):
-            # Counts do not become scores, nor scores counts: the rows begin with
-            # frequency 0.
-            for key in (COUNTS_KEY, SCORES_KEY):
-                if prefix + key in state_dict:
-                    own[key] = state_dict[prefix + key]
-                    missing.remove(frequency_key(self._owned.table.options))
+        table_state, missing = self._state_of_table(state_dict, prefix)
         # torch loads the empty parameter itself.
-        loaded_below = {prefix + key for key in own}
-        rest = {
-            key: value for key, value in state_dict.items() if key not in loaded_below
-        }
-        # The states of an optimizer, which a frozen table does not keep, are no
-        # unexpected keys.
-        if self.is_frozen:
-            rest = {
-                key: value for key, value in rest.items() if not key.startswith(prefix)
-            }
-        if "weight" in own:
-            rest[f"{prefix}weight"] = without_rows_to_load(self.weight.detach())
-        super()._load_from_state_dict(rest, prefix, *others)
-        if "weight" not in own:
+        super()._load_from_state_dict(
+            self._state_for_torch(state_dict, prefix, table_state),
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+        if "weight" not in table_state:
             return
         if self._owned is None:
             warn_user(
@@ -326,15 +312,60 @@ class TableModule(RefusesQuantization, nn.Module):
         # A state with weights only comes from a module of torch, and no other key is
         # missing. Times and sightings are missing if the table neither expired after a
         # time nor counted when the state was made.
-        if strict and len(own) > 1:
+        if strict and len(table_state) > 1:
             missing_keys.extend(
                 prefix + key for key in missing if key not in STATE_KEYS[2:]
             )
         try:
-            load_table_state(self._owned.table, own)
+            load_table_state(self._owned.table, table_state)
             self.forget_copies()
         except (ValueError, MemoryError, ColdStoreError) as error:
             error_msgs.append(f"While loading the rows of {prefix}weight: {error}.")
+
+    def _state_of_table(
+        self, state_dict: Mapping[str, Any], prefix: str
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Returns the entries of ``state_dict`` that belong to the table, and the names
+        of the missing ones.
+        """
+        keys = ["weight"] if self._owned is None else state_keys(self._owned.table)
+        entries = {}
+        missing = []
+        for key in keys:
+            if prefix + key in state_dict:
+                entries[key] = state_dict[prefix + key]
+            else:
+                missing.append(key)
+        if self._owned is not None:
+            frequency = frequency_key(self._owned.table.options)
+            # Counts do not become scores, nor scores counts: the rows begin with
+            # frequency 0.
+            replaced = COUNTS_KEY if frequency == SCORES_KEY else SCORES_KEY
+            if frequency in missing and prefix + replaced in state_dict:
+                entries[replaced] = state_dict[prefix + replaced]
+                missing.remove(frequency)
+        return entries, missing
+
+    def _state_for_torch(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        table_state: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Returns ``state_dict`` with the empty parameter in place of the table's
+        entries.
+        """
+        table_keys = {prefix + key for key in table_state}
+        entries = {}
+        for key, value in state_dict.items():
+            # The states of an optimizer, which a frozen table does not keep, are no
+            # unexpected keys.
+            is_of_frozen = self.is_frozen and key.startswith(prefix)
+            if key not in table_keys and not is_of_frozen:
+                entries[key] = value
+        if "weight" in table_state:
+            entries[f"{prefix}weight"] = without_rows_to_load(self.weight.detach())
+        return entries
 
 
 class RemoteTableModule(RefusesQuantization, nn.Module):
@@ -361,8 +392,8 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
         self.client: RowService = table.client
         self.rate = learning_rate
         """The object from which groups read the learning rate."""
-        nothing = torch.empty(0, table.dim, dtype=table.value_dtype)
-        self.weight = TableParameter(nothing, not frozen, table=table.name)
+        no_rows = torch.empty(0, table.dim, dtype=table.value_dtype)
+        self.weight = TableParameter(no_rows, not frozen, table=table.name)
 
     @property
     def learning_rate(self) -> float:
@@ -428,10 +459,10 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
         warn_of_rows_on_servers()
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
     ) -> None:
         if f"{prefix}weight" in state_dict:
-            error_msgs: list[str] = others[-1]
+            error_msgs: list[str] = arguments[-1]
             error_msgs.append(rows_not_loaded(f"{prefix}weight"))
 
 
