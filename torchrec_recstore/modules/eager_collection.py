@@ -92,29 +92,25 @@ class EagerCollection(RefusesQuantization, nn.Module):
             )
         rate = LearningRate(optimizer.lr)
         modules: dict[str, nn.Module] = {}
-        for config, of_table in zip(
-            self._configs, _options_of_tables(options, self._configs), strict=True
-        ):
-            arguments = _table_arguments(config, optimizer, of_table, state_dtype)
+        options_of_tables = _options_of_tables(options, self._configs)
+        for config, table_options in zip(self._configs, options_of_tables, strict=True):
+            arguments = _table_arguments(config, optimizer, table_options, state_dtype)
             if client is None:
                 modules[config.name] = TableModule(
                     arguments, rate, fused=fused, device=device
                 )
             else:
-                dtype, shape = (
+                remote_table = client.table(
+                    config.name,
+                    (config.num_embeddings, config.embedding_dim),
                     arguments["dtype"],
-                    (
-                        config.num_embeddings,
-                        config.embedding_dim,
-                    ),
-                )
-                # Other models may train the table that this one only reads.
-                of_servers = replace(arguments["options"], frozen=False)
-                remote = client.table(
-                    config.name, shape, dtype, optimizer, of_servers, staleness
+                    optimizer,
+                    # Other models may train the table that this one only reads.
+                    replace(arguments["options"], frozen=False),
+                    staleness,
                 )
                 modules[config.name] = RemoteTableModule(
-                    remote, rate, frozen=arguments["options"].frozen
+                    remote_table, rate, frozen=arguments["options"].frozen
                 )
         return nn.ModuleDict(modules)
 
@@ -151,12 +147,12 @@ class EagerCollection(RefusesQuantization, nn.Module):
         modules = self._modules_by_table()
         trained = are_trained(module.weight for module in modules)
         for number, kind in enumerate(kinds):
-            # A group takes either tables that their options freeze, or others, also
-            # those whose weight is not trained.
-            alike = (kind, trained[number], modules[number].is_frozen)
-            groups.setdefault(alike if self._enable_fusion else number, []).append(
-                number
-            )
+            key: object = number
+            if self._enable_fusion:
+                # A group takes either tables that their options freeze, or others, also
+                # those whose weight is not trained.
+                key = (kind, trained[number], modules[number].is_frozen)
+            groups.setdefault(key, []).append(number)
         for numbers in groups.values():
             yield numbers, self.training and trained[numbers[0]]
 
@@ -175,19 +171,20 @@ def given_configs(
     """Returns the configs from the argument that is given: ``configs`` or ``tables``."""
     if (configs is None) == (tables is None):
         raise TypeError(f"exactly one of {argument} and tables must be given")
-    found = [
-        kind(**config) if isinstance(config, Mapping) else config
-        for config in configs or tables or ()
-    ]
-    for config in found:
+    table_configs = []
+    for config in configs or tables or ():
+        if isinstance(config, Mapping):
+            config = kind(**config)
+        table_configs.append(config)
+    for config in table_configs:
         if not isinstance(config, kind):
             raise TypeError(
                 f"each of {argument} must be {kind.__name__} or a mapping, got"
                 f" {type(config).__name__}"
             )
-    if not found:
+    if not table_configs:
         raise ValueError(f"{argument} must have at least one table")
-    return found
+    return table_configs
 
 
 def _options_of_tables(
@@ -223,12 +220,14 @@ def _table_arguments(
     check_config(config)
     check_init_fn(config, options)
     options = replace(options, initializer=initializer_of(config, options))
-    rows = {
+    return {
         "dim": config.embedding_dim,
         "dtype": ROW_DTYPES[config.data_type],
         "state_dtype": state_dtype,
+        "optimizer": optimizer,
+        "options": options,
+        "name": config.name,
     }
-    return {**rows, "optimizer": optimizer, "options": options, "name": config.name}
 
 
 def _check_remote(
@@ -261,35 +260,34 @@ class Features:
 
     def __init__(
         self,
-        given: KeyedJaggedTensor,
+        features: KeyedJaggedTensor,
         is_weighted: bool,
         configs: Sequence[BaseEmbeddingConfig],
     ) -> None:
-        check_integers(given.values().dtype, given.keys())
-        if is_weighted and given.weights_or_none() is None:
+        check_integers(features.values().dtype, features.keys())
+        if is_weighted and features.weights_or_none() is None:
             raise ValueError(
-                f"is_weighted=True needs weights of the features {given.keys()}"
+                f"is_weighted=True needs weights of the features {features.keys()}"
             )
-        self.device = given.values().device
-        self.as_given = given  # on its own device
-        self.given = (
-            given if self.device.type == "cpu" else _on_host(given, is_weighted)
-        )
+        self.device = features.values().device
+        self.on_device = features
+        self.on_host = features
+        if self.device.type != "cpu":
+            self.on_host = _on_host(features, is_weighted)
         self._is_weighted = is_weighted
         self._configs = configs
 
     @cached_property
     def jagged(self) -> dict[str, JaggedTensor]:
         """The features of the batch by name, on the CPU."""
-        return self.given.to_dict()  # type: ignore[no-any-return]
+        return self.on_host.to_dict()  # type: ignore[no-any-return]
 
     def ids(self, names: Sequence[str]) -> Tensor:
         """Returns the ids of features, (N,) int64, on the CPU, feature by feature."""
         if self._has_all(names):
-            return self.given.values().to(torch.int64)  # type: ignore[no-any-return]
-        return concatenated([part.values() for part in self._parts(names)]).to(
-            torch.int64
-        )
+            return self.on_host.values().to(torch.int64)  # type: ignore[no-any-return]
+        values = [feature.values() for feature in self._features(names)]
+        return concatenated(values).to(torch.int64)
 
     def bags(self, names: Sequence[str]) -> tuple[Bags, list[int] | None]:
         """Returns the bags of features, feature by feature, and None.
@@ -297,62 +295,60 @@ class Features:
         If the batch size varies by feature, features with fewer bags are filled up with
         empty ones, and the second value is each feature's own number of bags.
         """
-        varies = self.given.variable_stride_per_key()
+        varies = self.on_host.variable_stride_per_key()
         if self._has_all(names) and not varies:
-            weights = self.given.weights().float() if self._is_weighted else None
-            return (
-                Bags(self.ids(names), self.given.offsets().to(torch.int64), weights),
-                None,
-            )
-        parts = self._parts(names)
-        lengths = [part.lengths().to(torch.int64) for part in parts]
-        counts = [len(some) for some in lengths]
-        padded = torch.cat(
-            [F.pad(some, (0, max(counts) - len(some))) for some in lengths]
+            offsets = self.on_host.offsets().to(torch.int64)
+            weights = self.on_host.weights().float() if self._is_weighted else None
+            return Bags(self.ids(names), offsets, weights), None
+        features = self._features(names)
+        lengths = [feature.lengths().to(torch.int64) for feature in features]
+        counts = [len(feature_lengths) for feature_lengths in lengths]
+        padded_lengths = torch.cat(
+            [
+                F.pad(feature_lengths, (0, max(counts) - len(feature_lengths)))
+                for feature_lengths in lengths
+            ]
         )
-        weights = (
-            concatenated([part.weights() for part in parts]).float()
-            if self._is_weighted
-            else None
-        )
-        return Bags(self.ids(names), F.pad(padded.cumsum(0), (1, 0)), weights), (
-            counts if varies else None
-        )
+        offsets = F.pad(padded_lengths.cumsum(0), (1, 0))
+        weights = None
+        if self._is_weighted:
+            weights = concatenated([feature.weights() for feature in features]).float()
+        bags = Bags(self.ids(names), offsets, weights)
+        return bags, counts if varies else None
 
-    def _parts(self, names: Sequence[str]) -> list[JaggedTensor]:
+    def _features(self, names: Sequence[str]) -> list[JaggedTensor]:
         try:
             return [self.jagged[name] for name in names]
         except KeyError:
             raise ValueError(
-                missing_features(self.given.keys(), self._configs)
+                missing_features(self.on_host.keys(), self._configs)
             ) from None
 
     def _has_all(self, names: Sequence[str]) -> bool:
-        return list(names) == list(self.given.keys())
+        return list(names) == list(self.on_host.keys())
 
 
-def _on_host(given: KeyedJaggedTensor, is_weighted: bool) -> KeyedJaggedTensor:
+def _on_host(features: KeyedJaggedTensor, is_weighted: bool) -> KeyedJaggedTensor:
     """Returns a batch of an accelerator on the CPU, without its weights if they are not
     used.
     """
-    weights = given.weights().float() if is_weighted else None
-    together = [given.values().to(torch.int64), given.lengths()]
-    alone = weights is not None and weights.requires_grad
-    values, lengths, *more = to_host(
-        [*together, weights] if weights is not None and not alone else together
-    )
-    varies = given.variable_stride_per_key()
+    tensors = [features.values().to(torch.int64), features.lengths()]
+    weights = features.weights().float() if is_weighted else None
+    if weights is None:
+        values, lengths = to_host(tensors)
+    elif weights.requires_grad:
+        values, lengths = to_host(tensors)
+        weights = weights_to_host(weights)
+    else:
+        values, lengths, weights = to_host([*tensors, weights])
+    strides = None
+    if features.variable_stride_per_key():
+        strides = features.stride_per_key_per_rank()
     return KeyedJaggedTensor(
-        given.keys(),
+        features.keys(),
         values,
-        (
-            weights_to_host(weights)
-            if weights is not None and alone
-            else more[0]
-            if more
-            else None
-        ),
+        weights,
         lengths,
-        stride_per_key_per_rank=given.stride_per_key_per_rank() if varies else None,
-        inverse_indices=given.inverse_indices_or_none(),
+        stride_per_key_per_rank=strides,
+        inverse_indices=features.inverse_indices_or_none(),
     )

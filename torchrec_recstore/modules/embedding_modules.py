@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -141,54 +142,50 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         batch = Features(
             maybe_td_to_kjt(features, None), self._is_weighted, self._configs
         )
-        inverse = batch.given.inverse_indices_or_none()
-        pooled: dict[int, list[Tensor]] = {}
-        whole: Tensor | None = None
+        inverse = batch.on_host.inverse_indices_or_none()
+        rows_of_tables: dict[int, list[Tensor]] = {}
         for numbers, trains in self._groups(self._poolings):
-            group, counts = self._group(batch, numbers)
-            out = self._table_groups.bags(*group, train=trains)
-            if (
-                len(numbers) == len(self._poolings)
-                and counts is None
-                and inverse is None
-            ):
-                whole = out
-                break
-            tables, feature_tables, *_ = group
-            parts = iter(
-                torch.split(
-                    out, [tables[place].table.dim for place in feature_tables], dim=1
-                )
+            lookup = self._lookup_of(batch, numbers)
+            out = self._table_groups.bags(
+                lookup.tables,
+                lookup.feature_tables,
+                lookup.pooling,
+                lookup.bags,
+                train=trains,
             )
-            sizes = iter(
-                [out.shape[0]] * len(feature_tables) if counts is None else counts
-            )
+            has_all_tables = len(numbers) == len(self._poolings)
+            if has_all_tables and lookup.bag_counts is None and inverse is None:
+                return self._keyed(out, batch.device)
+            rows_of_features = iter(lookup.rows_of_features(out))
             for number in numbers:
-                pooled[number] = [
-                    next(parts)[: next(sizes)] for _ in self._feature_names[number]
+                rows_of_tables[number] = [
+                    next(rows_of_features) for _ in self._feature_names[number]
                 ]
-        if whole is None:
-            every = [
-                part for number in range(len(self._poolings)) for part in pooled[number]
+        pooled = []
+        for number in range(len(self._poolings)):
+            pooled.extend(rows_of_tables[number])
+        if inverse is not None:
+            features_in_order = []
+            for names in self._feature_names:
+                features_in_order.extend(names)
+            order = reorder_inverse_indices(inverse, features_in_order)
+            pooled = [
+                rows.index_select(0, bags)
+                for rows, bags in zip(pooled, order.to("cpu"), strict=True)
             ]
-            if inverse is not None:
-                order = reorder_inverse_indices(
-                    inverse, [name for names in self._feature_names for name in names]
-                )
-                every = [
-                    part.index_select(0, which)
-                    for part, which in zip(every, order.to("cpu"), strict=True)
-                ]
-            whole = torch.cat(every, dim=1)
-        lengths = [
-            config.embedding_dim
-            for config in self._configs
-            for _ in config.feature_names
-        ]
-        keys = [name for names in self._names_by_table for name in names]
-        return KeyedTensor(
-            keys, lengths, to_device(whole, CopyTarget(batch.device, whole.dtype))
-        )
+        return self._keyed(torch.cat(pooled, dim=1), batch.device)
+
+    def _keyed(self, pooled: Tensor, device: torch.device) -> KeyedTensor:
+        """Returns pooled rows, (batch size, sum of dims), on a device, with the name of
+        each feature.
+        """
+        keys = []
+        lengths = []
+        for config, names in zip(self._configs, self._names_by_table, strict=True):
+            keys.extend(names)
+            lengths.extend([config.embedding_dim] * len(config.feature_names))
+        rows = to_device(pooled, CopyTarget(device, pooled.dtype))
+        return KeyedTensor(keys, lengths, rows)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch before its training forward.
@@ -206,29 +203,28 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         )
         for numbers, trains in self._groups(self._poolings):
             if trains:
-                self._table_groups.prefetch_bags(*self._group(batch, numbers)[0])
+                lookup = self._lookup_of(batch, numbers)
+                self._table_groups.prefetch_bags(
+                    lookup.tables, lookup.feature_tables, lookup.pooling, lookup.bags
+                )
 
-    def _group(
-        self, batch: Features, numbers: Sequence[int]
-    ) -> tuple[tuple[list[EagerTable], list[int], Any, Bags], list[int] | None]:
-        """Returns the arguments of a lookup of some tables, and the numbers of bags of
-        :meth:`Features.bags`.
-        """
-        feature_tables = [
-            place
-            for place, number in enumerate(numbers)
-            for _ in self._feature_names[number]
-        ]
-        bags, counts = batch.bags(
-            [name for number in numbers for name in self._feature_names[number]]
-        )
+    def _lookup_of(self, batch: Features, numbers: Sequence[int]) -> _PooledLookup:
+        """Returns the lookup of a batch in the tables with these numbers."""
+        feature_tables = []
+        feature_names = []
+        for place, number in enumerate(numbers):
+            names = self._feature_names[number]
+            feature_tables.extend([place] * len(names))
+            feature_names.extend(names)
+        bags, bag_counts = batch.bags(feature_names)
         modules = self._modules_by_table()
-        return (
-            [modules[number] for number in numbers],
-            feature_tables,
-            self._poolings[numbers[0]],
-            bags,
-        ), counts
+        return _PooledLookup(
+            tables=[modules[number] for number in numbers],
+            feature_tables=feature_tables,
+            pooling=self._poolings[numbers[0]],
+            bags=bags,
+            bag_counts=bag_counts,
+        )
 
     def is_weighted(self) -> bool:
         """Returns whether the per-sample weights of the input are used."""
@@ -237,6 +233,31 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns the configs of the tables, in the given order."""
         return self._configs
+
+
+@dataclass(frozen=True)
+class _PooledLookup:
+    """The arguments of the lookup of a batch in several tables with one pooling.
+
+    ``feature_tables`` are the positions in ``tables`` of the features' tables, and
+    ``bag_counts`` the number of bags of each feature if it varies.
+    """
+
+    tables: list[EagerTable]
+    feature_tables: list[int]
+    pooling: Any
+    bags: Bags
+    bag_counts: list[int] | None
+
+    def rows_of_features(self, out: Tensor) -> list[Tensor]:
+        """Returns the part of the output of the lookup that is each feature's."""
+        dims = [self.tables[place].table.dim for place in self.feature_tables]
+        parts = torch.split(out, dims, dim=1)
+        if self.bag_counts is None:
+            return list(parts)
+        return [
+            part[:count] for part, count in zip(parts, self.bag_counts, strict=True)
+        ]
 
 
 def _pooling(config: EmbeddingBagConfig) -> Any:
@@ -333,29 +354,30 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
                 :class:`torchrec_recstore.kernels.SequenceGroup`.
         """
         batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
-        rows: dict[int, Tensor] = {}
+        rows_of_tables: dict[int, Tensor] = {}
         for numbers, trains in self._groups([None] * len(self._configs)):
-            rows.update(
-                zip(
-                    numbers,
-                    self._table_groups.rows(*self._group(batch, numbers), train=trains),
-                    strict=True,
-                )
-            )
+            tables, ids, counts = self._lookup_of(batch, numbers)
+            rows = self._table_groups.rows(tables, ids, counts, train=trains)
+            rows_of_tables.update(zip(numbers, rows, strict=True))
         if batch.device.type != "cpu":
-            rows = _together(rows, batch.device)
-        as_given, found = batch.as_given.to_dict(), {}
+            rows_of_tables = _copied_together(rows_of_tables, batch.device)
+        input_features = batch.on_device.to_dict()
+        output: dict[str, JaggedTensor] = {}
         for number, names in enumerate(self._names_by_table):
-            jagged = [as_given[name] for name in self._feature_names[number]]
             first = 0
-            for name, one in zip(names, jagged, strict=True):
-                end = first + len(one.values())
-                ids = one.values() if self._need_indices else None
-                found[name] = JaggedTensor(
-                    values=rows[number][first:end], lengths=one.lengths(), weights=ids
+            for name, feature_name in zip(
+                names, self._feature_names[number], strict=True
+            ):
+                feature = input_features[feature_name]
+                ids = feature.values()
+                end = first + len(ids)
+                output[name] = JaggedTensor(
+                    values=rows_of_tables[number][first:end],
+                    lengths=feature.lengths(),
+                    weights=ids if self._need_indices else None,
                 )
                 first = end
-        return found
+        return output
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch.
@@ -365,19 +387,21 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
         for numbers, trains in self._groups([None] * len(self._configs)):
             if trains:
-                self._table_groups.prefetch_rows(*self._group(batch, numbers))
+                tables, ids, counts = self._lookup_of(batch, numbers)
+                self._table_groups.prefetch_rows(tables, ids, counts)
 
-    def _group(
+    def _lookup_of(
         self, batch: Features, numbers: Sequence[int]
     ) -> tuple[list[EagerTable], Tensor, list[int]]:
-        ids = [batch.ids(self._feature_names[number]) for number in numbers]
+        """Returns the tables with these numbers, the ids of a batch for them, table by
+        table, and the number of ids of each table.
+        """
         modules = self._modules_by_table()
-        whole = torch.cat(ids) if len(ids) > 1 else ids[0]
-        return (
-            [modules[number] for number in numbers],
-            whole,
-            [len(some) for some in ids],
-        )
+        tables = [modules[number] for number in numbers]
+        ids_of_tables = [batch.ids(self._feature_names[number]) for number in numbers]
+        ids = torch.cat(ids_of_tables) if len(numbers) > 1 else ids_of_tables[0]
+        counts = [len(table_ids) for table_ids in ids_of_tables]
+        return tables, ids, counts
 
     def need_indices(self) -> bool:
         """Returns whether the output has the ids as its weights."""
@@ -396,11 +420,16 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         return self._names_by_table
 
 
-def _together(rows: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:
+def _copied_together(
+    rows_of_tables: Mapping[int, Tensor], device: torch.device
+) -> dict[int, Tensor]:
     """Returns the rows of tables, (n, dim) each, on a device, in one copy."""
-    whole = to_device(torch.cat(list(rows.values())), CopyTarget(device, torch.float32))
-    found, first = {}, 0
-    for number, some in rows.items():
-        found[number] = whole[first : first + len(some)]
-        first += len(some)
-    return found
+    rows = torch.cat(list(rows_of_tables.values()))
+    rows = to_device(rows, CopyTarget(device, torch.float32))
+    copies = {}
+    first = 0
+    for number, table_rows in rows_of_tables.items():
+        end = first + len(table_rows)
+        copies[number] = rows[first:end]
+        first = end
+    return copies
