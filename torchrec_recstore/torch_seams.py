@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Returns whether the backward that is running keeps its graph for another one.
@@ -42,3 +43,12 @@ def is_in_autograd_function() -> bool:
         or torch._C._is_fwd_grad_enabled()
         or torch.is_inference_mode_enabled()
     )
+
+
+def is_in_data_parallel() -> bool:
+    """Returns whether the forward of a ``DistributedDataParallel`` module is running.
+
+    A module inside is not told, and its parameters do not show it. Without the name,
+    which torch may remove, the answer is False.
+    """
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None

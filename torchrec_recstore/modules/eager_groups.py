@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -21,13 +21,14 @@ from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.kernels.pooled_group import bag_of, bag_scales
 from torchrec_recstore.modules.table_module import RemoteTableModule, TableModule
 from torchrec_recstore.table_parameter import are_trained
+from torchrec_recstore.torch_seams import is_in_data_parallel
 
 Pooling = Literal["sum", "mean"]
 
 EagerTable = TableModule | RemoteTableModule
 """A module with one table: in this process, or of a client."""
 
-_K = TypeVar("_K", PooledGroup, SequenceGroup)
+_Group = TypeVar("_Group", PooledGroup, SequenceGroup)
 
 _REASON = (
     "the rows of eager RecStore modules are looked up outside of compiled graphs; shard"
@@ -90,18 +91,17 @@ class EagerGroups:
             return _outside_the_graph(  # type: ignore[no-any-return]
                 self.bags, tables, feature_tables, pooling, bags, train=train
             )
-        wanted, train = train, train and torch.is_grad_enabled()
-        if train:
+        trains_rows = train and torch.is_grad_enabled()
+        if trains_rows:
             _check_training(tables)
         group = self._pooled_group(tables, feature_tables, pooling)
         # The group refuses a training lookup whose grad is disabled by a reentrant
         # checkpoint.
-        out: Tensor = group(bags.ids, bags.offsets, bags.weights, train=wanted)
-        if not train or tables[0].fused:
+        out: Tensor = group(bags.ids, bags.offsets, bags.weights, train=train)
+        if not trains_rows or tables[0].fused:
             return out
-        collect = partial(
-            _collect_bags, [tables[number] for number in feature_tables], pooling
-        )
+        features = [tables[number] for number in feature_tables]
+        collect = partial(_collect_bags, features, pooling)
         return _Collect.apply(  # type: ignore[no-any-return, no-untyped-call]
             self._anchor, out, collect, bags.ids, bags.offsets, bags.weights
         )
@@ -122,21 +122,22 @@ class EagerGroups:
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_the_graph(self.rows, tables, ids, counts, train=train)  # type: ignore[no-any-return]
-        wanted, train = train, train and torch.is_grad_enabled()
-        if train:
+        trains_rows = train and torch.is_grad_enabled()
+        if trains_rows:
             _check_training(tables)
-        out: Tensor = self._sequence_group(tables)(ids, counts, train=wanted)
-        if train and not tables[0].fused:
+        out: Tensor = self._sequence_group(tables)(ids, counts, train=train)
+        if trains_rows and not tables[0].fused:
             collect = partial(_collect_rows, list(tables), list(counts))
             out = _Collect.apply(self._anchor, out.detach(), collect, ids)  # type: ignore[no-untyped-call]
-        parts, first = [], 0
-        for table, count in zip(tables, counts, strict=True):
-            size = count * table.table.dim
-            # The parts are slices because autograd forbids in-place changes of the
+        rows = []
+        first = 0
+        for module, count in zip(tables, counts, strict=True):
+            end = first + count * module.table.dim
+            # The rows are slices because autograd forbids in-place changes of the
             # results of torch.split.
-            parts.append(out[first : first + size].view(count, table.table.dim))
-            first += size
-        return parts
+            rows.append(out[first:end].view(count, module.table.dim))
+            first = end
+        return rows
 
     def prefetch_bags(
         self,
@@ -148,12 +149,8 @@ class EagerGroups:
         """Prepares a batch before :meth:`bags` is called for it, with the same
         arguments.
         """
-        counts = [
-            end - first
-            for _, first, end in _parts(
-                [tables[number] for number in feature_tables], bags.offsets
-            )
-        ]
+        features = [tables[number] for number in feature_tables]
+        counts = [end - first for _, first, end in _parts(features, bags.offsets)]
         self._pooled_group(tables, feature_tables, pooling).prefetch(bags.ids, counts)
 
     def prefetch_rows(
@@ -171,43 +168,47 @@ class EagerGroups:
         pooling: Pooling,
     ) -> PooledGroup:
         key = (tables[0].fused, pooling, *feature_tables, *map(id, tables))
-        kind: Callable[..., PooledGroup] = (
-            PooledGroup if tables[0].fused else _PooledWithoutUpdate
-        )
+        make_group: Callable[..., PooledGroup]
         if isinstance(tables[0], RemoteTableModule):
-            kind = tables[0].client.pooled_group
+            make_group = tables[0].client.pooled_group
+        elif tables[0].fused:
+            make_group = PooledGroup
+        else:
+            make_group = _PooledWithoutUpdate
         return self._group(
-            key, tables, lambda found: kind(found, feature_tables, pooling)
+            key,
+            tables,
+            lambda group_tables: make_group(group_tables, feature_tables, pooling),
         )
 
     def _sequence_group(self, tables: Sequence[EagerTable]) -> SequenceGroup:
-        make: Callable[[list[Any]], SequenceGroup] = SequenceGroup
+        make_group: Callable[[list[Any]], SequenceGroup] = SequenceGroup
         if isinstance(tables[0], RemoteTableModule):
-            make = tables[0].client.sequence_group
-        return self._group(tuple(map(id, tables)), tables, make)
+            make_group = tables[0].client.sequence_group
+        return self._group(tuple(map(id, tables)), tables, make_group)
 
     def _group(
         self,
         key: object,
         modules: Sequence[EagerTable],
-        make: Callable[[list[Any]], _K],
-    ) -> _K:
+        make_group: Callable[[list[Any]], _Group],
+    ) -> _Group:
         tables = [module.table for module in modules]
         handles = {
             id(module): table.handle
             for module, table in zip(modules, tables, strict=True)
         }
-        if any(
-            self._handles.get(module, handle) != handle
-            for module, handle in handles.items()
-        ):
-            # A module's table was replaced, and a group would keep the old table.
-            self.clear()
+        for module, handle in handles.items():
+            if self._handles.get(module, handle) != handle:
+                # A module's table was replaced, and a group would keep the old table.
+                self.clear()
+                break
         self._handles |= handles
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = make(tables)
+            group = make_group(tables)
             group.learning_rate = modules[0].rate
+            self._groups[key] = group
         (trains,) = are_trained([modules[0].weight])
         # to set an attribute of a module takes a microsecond
         if group.frozen is trains:
@@ -233,8 +234,8 @@ class _PooledWithoutUpdate(PooledGroup):
         context: Tensor,
         grad: Tensor,
         weight_grads: bool,
-        *more: Any,
-        **named: Any,
+        counts: Sequence[int] = (),
+        rate: float | None = None,
     ) -> Tensor | None:
         return ops.group_weight_gradients(context, grad) if weight_grads else None
 
@@ -266,12 +267,8 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         ctx.collect(grads[0], *saved)
-        return (
-            None,
-            grads[0] if ctx.needs_input_grad[1] else None,
-            None,
-            *[None] * len(saved),
-        )
+        grad_rows = grads[0] if ctx.needs_input_grad[1] else None
+        return None, grad_rows, None, *[None] * len(saved)
 
 
 def _collect_bags(
@@ -282,23 +279,24 @@ def _collect_bags(
     offsets: Tensor,
     weights: Tensor | None,
 ) -> None:
-    columns = torch.split(
-        grad.float(), [feature.table.dim for feature in features], dim=1
-    )
+    dims = [feature.table.dim for feature in features]
+    grads_of_features = torch.split(grad.float(), dims, dim=1)
     scales = bag_scales(offsets, pooling)
-    bags = grad.shape[0]
+    bag_count = grad.shape[0]
     for number, (feature, first, end) in enumerate(_parts(features, offsets)):
         # a client's table has no sparse optimizer
         assert isinstance(feature, TableModule)
-        own_bags = bag_of(offsets[number * bags : (number + 1) * bags + 1])
-        of_ids = columns[number][own_bags]
-        scale = None if weights is None else weights[first:end]
+        first_bag = number * bag_count
+        end_bag = first_bag + bag_count
+        bags = bag_of(offsets[first_bag : end_bag + 1])
+        grads_of_ids = grads_of_features[number][bags]
+        factors = None if weights is None else weights[first:end]
         if scales is not None:
-            of_bag = scales[number * bags : (number + 1) * bags][own_bags]
-            scale = of_bag if scale is None else scale * of_bag
-        feature.collect(
-            ids[first:end], of_ids if scale is None else of_ids * scale[:, None]
-        )
+            scales_of_ids = scales[first_bag:end_bag][bags]
+            factors = scales_of_ids if factors is None else factors * scales_of_ids
+        if factors is not None:
+            grads_of_ids = grads_of_ids * factors[:, None]
+        feature.collect(ids[first:end], grads_of_ids)
 
 
 def _collect_rows(
@@ -306,15 +304,15 @@ def _collect_rows(
 ) -> None:
     # The backward of slicing made this gradient, so that no other code holds it, and
     # tables may keep its parts.
-    sizes = [
-        count * table.table.dim for count, table in zip(counts, tables, strict=True)
-    ]
-    for table, some, part in zip(
-        tables, torch.split(ids, list(counts)), torch.split(grad, sizes), strict=True
-    ):
+    ids_of_tables = torch.split(ids, list(counts))
+    first = 0
+    for module, table_ids in zip(tables, ids_of_tables, strict=True):
         # a client's table has no sparse optimizer
-        assert isinstance(table, TableModule)
-        table.collect(some, part.view(-1, table.table.dim))
+        assert isinstance(module, TableModule)
+        dim = module.table.dim
+        end = first + len(table_ids) * dim
+        module.collect(table_ids, grad[first:end].view(-1, dim))
+        first = end
 
 
 def _parts(
@@ -324,8 +322,8 @@ def _parts(
     end.
     """
     bags = (len(offsets) - 1) // len(features)
-    ends = offsets[::bags].tolist() if bags else [0] * (len(features) + 1)
-    return zip(features, ends[:-1], ends[1:], strict=True)
+    bounds = offsets[::bags].tolist() if bags else [0] * (len(features) + 1)
+    return zip(features, bounds[:-1], bounds[1:], strict=True)
 
 
 def _names(tables: Sequence[EagerTable]) -> str:
@@ -348,12 +346,8 @@ def _check_training(tables: Sequence[EagerTable]) -> None:
             " fused=True, or trace the model without them"
         )
     # Each rank would train different rows, and nothing would report it. The rows of a
-    # client are those of all ranks. (_active_ddp_module is a private name of torch
-    # 2.13.)
-    replicated = getattr(
-        nn.parallel.DistributedDataParallel, "_active_ddp_module", None
-    )
-    if replicated is not None and not isinstance(tables[0], RemoteTableModule):
+    # client are those of all ranks.
+    if is_in_data_parallel() and not isinstance(tables[0], RemoteTableModule):
         raise RuntimeError(
             f"table(s) {_names(tables)}: DistributedDataParallel cannot keep the rows"
             " of eager modules equal on all ranks: shard the model with"
