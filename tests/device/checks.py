@@ -39,7 +39,7 @@ def late_copies(device: torch.device) -> list[str]:
     )
     made = tensor + 1
     try:
-        with of_device.aside:
+        with of_device.side_stream:
             buffer.copy_(made, non_blocking=True)
     except streams.Race:
         said.append("a stream that does not wait for another one is refused")
@@ -56,9 +56,9 @@ def streams_of_torch(device: torch.device) -> list[str]:
     of_torch = device_copies.DeviceStreams(device)
     event = of_torch.event()
     event.record(of_torch.current())
-    of_torch.aside.wait_event(event)
-    with of_torch.aside:
-        event.record(of_torch.aside)
+    of_torch.side_stream.wait_event(event)
+    with of_torch.side_stream:
+        event.record(of_torch.side_stream)
     return [
         str(
             isinstance(event, torch.Event)

@@ -220,7 +220,7 @@ class DeviceStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.aside = _aside
+        self.side_stream = _aside
 
     def current(self) -> Stream:
         return _stream()

@@ -6,7 +6,7 @@ allocator of pinned memory keeps the buffers, in sizes of powers of two, and doe
 hand out a buffer again before the copies that use it have ended and no tensor refers to
 it. The host waits for the event of a copy, and never for a stream or for the device.
 
-A copy to the host runs on the current stream, or on a stream of its own (``aside``), so
+A copy to the host runs on the current stream, or on a stream of its own (``beside_current``), so
 that the current stream goes on in the meantime. A copy to the device runs on the
 current stream, whose next kernels therefore see its result.
 
@@ -41,7 +41,7 @@ class DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.aside: Any = torch.Stream(device)
+        self.side_stream: Any = torch.Stream(device)
         """The stream of the copies that run beside the current stream."""
 
     def current(self) -> Any:
@@ -73,24 +73,24 @@ class Arriving:
 
     The tensor on the device is kept until the copy has ended.
 
-    With ``aside`` the copy runs on a stream of its own, after what the current stream
+    With ``beside_current`` the copy runs on a stream of its own, after what the current stream
     has been given so far.
     """
 
-    def __init__(self, tensor: Tensor, *, aside: bool = False) -> None:
+    def __init__(self, tensor: Tensor, *, beside_current: bool = False) -> None:
         streams = _streams_of(tensor.device)
         # The tensor itself, and not an alias: autograd does not give away a gradient
         # that somebody holds.
         self._source: Tensor | None = tensor.contiguous()
-        self._version = self._source._version if aside else None
+        self._version = self._source._version if beside_current else None
         self._host = streams.pinned(self._source.shape, self._source.dtype)
         stream = streams.current()
-        if aside:
-            made = streams.event()
-            made.record(stream)
-            stream = streams.aside
-            stream.wait_event(made)
-        with stream if aside else nullcontext():
+        if beside_current:
+            tensor_is_ready = streams.event()
+            tensor_is_ready.record(stream)
+            stream = streams.side_stream
+            stream.wait_event(tensor_is_ready)
+        with stream if beside_current else nullcontext():
             self._host.copy_(self._source, non_blocking=True)
         self._arrived = streams.event()
         self._arrived.record(stream)
@@ -102,10 +102,8 @@ class Arriving:
         not wait for the copy.
         """
         self._arrived.synchronize()
-        if self._source is not None and self._version not in (
-            None,
-            self._source._version,
-        ):
+        is_checked = self._source is not None and self._version is not None
+        if is_checked and self._source._version != self._version:  # type: ignore[union-attr]
             raise RuntimeError(
                 "the gradient of RecStore rows was changed in place after backward,"
                 " while it was copied to the host, so that the rows cannot be updated"
@@ -121,9 +119,8 @@ def up(rows: Tensor, to: CopyTarget) -> Tensor:
     The copy has been queued on the current stream.
     """
     staged = _streams_of(to.device).pinned(rows.shape, to.dtype).copy_(rows)
-    return torch.empty(rows.shape, dtype=to.dtype, device=to.device).copy_(
-        staged, non_blocking=True
-    )
+    copy = torch.empty(rows.shape, dtype=to.dtype, device=to.device)
+    return copy.copy_(staged, non_blocking=True)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -146,14 +143,14 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     words = [
         tensors[number].detach().contiguous().view(torch.int32) for number in order
     ]
-    parts = torch.split(
-        Arriving(torch.cat(words)).wait(), [len(some) for some in words]
-    )
-    found = {
-        number: part.view(tensors[number].dtype)
-        for number, part in zip(order, parts, strict=True)
-    }
-    return [found[number] for number in range(len(tensors))]
+    all_words = Arriving(torch.cat(words)).wait()
+    copies = list(tensors)
+    first = 0
+    for number, tensor_words in zip(order, words, strict=True):
+        end = first + len(tensor_words)
+        copies[number] = all_words[first:end].view(tensors[number].dtype)
+        first = end
+    return copies
 
 
 def to_device(rows: Tensor, to: CopyTarget) -> Tensor:
@@ -174,8 +171,9 @@ def weights_to_host(weights: Tensor) -> Tensor:
 
 
 def traced() -> bool:
-    """Returns whether a graph is being made, which has plain copies, because it has no
-    streams.
+    """Returns whether a graph is being made.
+
+    A graph has plain copies, because it has no streams.
     """
     return torch.compiler.is_compiling() or is_traced_by_dispatch()
 
@@ -189,7 +187,7 @@ class _ToDevice(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return Arriving(grads[0], aside=True).wait().to(ctx.dtype), None
+        return Arriving(grads[0], beside_current=True).wait().to(ctx.dtype), None
 
 
 class _ToHost(torch.autograd.Function):

@@ -71,9 +71,15 @@ class PooledGroup(TableGroup):
             for table in self.tables:
                 table.pending_passes = self._pending
         self.learning_rate = None
-        numbers = [(0, 0, 0, False) if r is None else astuple(r) for r in routings]
+        routing_numbers = [
+            (0, 0, 0, False) if routing is None else astuple(routing)
+            for routing in routings
+        ]
         self.handle = ops.group_create(
-            [t.handle for t in self.tables], feature_tables, numbers, pooling == "mean"
+            [table.handle for table in self.tables],
+            feature_tables,
+            routing_numbers,
+            pooling == "mean",
         )
         """The handle of the native group, for other lookups of the same tables.
 
@@ -82,7 +88,8 @@ class PooledGroup(TableGroup):
         self._free = weakref.finalize(self, ops.group_destroy, self.handle)
         self.cold_rows = ColdRows(self.tables, self.handle)
         self._features = len(feature_tables)
-        self._feature_tables, self._pooling = list(feature_tables), pooling
+        self._feature_tables = list(feature_tables)
+        self._pooling = pooling
         self._columns = sum(
             len(self.tables[number].columns) for number in feature_tables
         )
@@ -156,7 +163,7 @@ class PooledGroup(TableGroup):
         if self.read_only:
             return
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             ops.group_prefetch(self.handle, ids, counts)
             self.cold_rows.prefetch(ids, counts)
 
@@ -203,10 +210,10 @@ class PooledGroup(TableGroup):
         self, ids: Tensor, offsets: Tensor | None, grad: Tensor
     ) -> Tensor:
         """See ``TableGroup.weight_gradients``."""
-        of_tables = ops.group_table_ids(self.handle, ids, offsets)
+        ids_of_tables = ops.group_table_ids(self.handle, ids, offsets)
         rows = [
-            table.lookup(some)
-            for table, some in zip(self.tables, of_tables, strict=True)
+            table.lookup(table_ids)
+            for table, table_ids in zip(self.tables, ids_of_tables, strict=True)
         ]
         return self.weight_gradients_of(rows, offsets, grad)
 
@@ -241,6 +248,7 @@ class PooledGroup(TableGroup):
 
         With ``accumulation_steps`` above 1, most calls only keep the gradient.
         """
+        grad_weights: Tensor | None
         if self.accumulation_steps == 1:
             grad_weights = ops.group_backward(
                 context, grad, self._learning_rates(rate), weight_grads
@@ -248,14 +256,17 @@ class PooledGroup(TableGroup):
             return grad_weights if weight_grads else None
         # The gradient of the weights depends on the rows of the forward, so it is
         # computed before the update.
-        later = ops.group_weight_gradients(context, grad) if weight_grads else None
+        grad_weights = None
+        if weight_grads:
+            grad_weights = ops.group_weight_gradients(context, grad)
         # a copy, because the caller may reuse the memory of grad
         self._pending.append((context, grad.clone()))
         if len(self._pending) == self.accumulation_steps:
-            contexts, grads = zip(*self._pending, strict=True)
+            contexts = [context for context, _ in self._pending]
+            grads = [grad for _, grad in self._pending]
             self._pending.clear()
             ops.group_accumulated_backward(contexts, grads, self._learning_rates(rate))
-        return later
+        return grad_weights
 
     def _learning_rates(self, rate: float | None) -> list[float]:
         if rate is None and self.learning_rate is not None:
@@ -287,12 +298,9 @@ class ColdRows:
         """
         with holding(self.tiers):
             if self.tiers:
-                for table, raw in zip(
-                    self._tables,
-                    ops.group_table_ids(self._group, ids, offsets),
-                    strict=True,
-                ):
-                    table.tier.bring(raw, "lookup")
+                ids_of_tables = ops.group_table_ids(self._group, ids, offsets)
+                for table, table_ids in zip(self._tables, ids_of_tables, strict=True):
+                    table.tier.bring(table_ids, "lookup")
             yield
             for tier in self.tiers:
                 tier.end_step()
@@ -308,12 +316,13 @@ class ColdRows:
         None.
         """
         with holding(self.tiers):
-            raw_ids = ops.group_table_ids(self._group, ids, offsets)
-            cold = [
-                table.tier.read(raw)
-                for table, raw in zip(self._tables, raw_ids, strict=True)
-            ]
-            cold_ids, images = zip(*cold, strict=True)
+            ids_of_tables = ops.group_table_ids(self._group, ids, offsets)
+            cold_ids = []
+            images = []
+            for table, table_ids in zip(self._tables, ids_of_tables, strict=True):
+                table_cold_ids, table_images = table.tier.read(table_ids)
+                cold_ids.append(table_cold_ids)
+                images.append(table_images)
             return ops.group_read(self._group, ids, offsets, weights, cold_ids, images)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
@@ -323,10 +332,9 @@ class ColdRows:
         if not self.tiers:
             return
         offsets = torch.tensor([0, *counts]).cumsum(0)
-        for table, raw in zip(
-            self._tables, ops.group_table_ids(self._group, ids, offsets), strict=True
-        ):
-            table.tier.prefetch(raw)
+        ids_of_tables = ops.group_table_ids(self._group, ids, offsets)
+        for table, table_ids in zip(self._tables, ids_of_tables, strict=True):
+            table.tier.prefetch(table_ids)
 
 
 def weight_gradients(
@@ -344,19 +352,21 @@ def weight_gradients(
     columns) float32, is the gradient of the lookup's output.
     """
     bags = grad.shape[0]
-    taken = [0] * len(rows)
+    dims = [rows[table].shape[1] for table in feature_tables]
+    grads_of_features = torch.split(grad, dims, dim=1)
+    first_rows = [0] * len(rows)  # of the next feature of each table
     parts = [grad.new_empty(0)]
-    columns = torch.split(
-        grad, [rows[table].shape[1] for table in feature_tables], dim=1
-    )
-    for number, (table, of_bags) in enumerate(
-        zip(feature_tables, columns, strict=True)
-    ):
-        own = offsets[number * bags : (number + 1) * bags + 1]
-        begin, taken[table] = taken[table], taken[table] + int(own[-1] - own[0])
-        scales = bag_scales(own, pooling)
-        of_ids = (of_bags if scales is None else of_bags * scales[:, None])[bag_of(own)]
-        parts.append((rows[table][begin : taken[table]].float() * of_ids).sum(1))
+    for number, table in enumerate(feature_tables):
+        feature_offsets = offsets[number * bags : (number + 1) * bags + 1]
+        first = first_rows[table]
+        end = first + int(feature_offsets[-1] - feature_offsets[0])
+        first_rows[table] = end
+        grads_of_bags = grads_of_features[number]
+        scales = bag_scales(feature_offsets, pooling)
+        if scales is not None:
+            grads_of_bags = grads_of_bags * scales[:, None]
+        grads_of_ids = grads_of_bags[bag_of(feature_offsets)]
+        parts.append((rows[table][first:end].float() * grads_of_ids).sum(1))
     return torch.cat(parts)
 
 

@@ -53,10 +53,10 @@ class BlockRouting:
         """Returns the raw ids, (N,) int64, of this rank's local ids ``ids``, (N,)
         int64.
         """
-        local = (ids >= 0) & (ids < self.block_rows)
-        raw = torch.where(
-            local, ids + self.rank * self.block_rows, ids * self.world_size + self.rank
-        )
+        is_in_block = (ids >= 0) & (ids < self.block_rows)
+        of_block = ids + self.rank * self.block_rows
+        of_remainder = ids * self.world_size + self.rank
+        raw = torch.where(is_in_block, of_block, of_remainder)
         return ops.mix_ids(raw, True) if self.mixed else raw
 
     def owned(self, ids: Tensor) -> Tensor:
@@ -65,15 +65,15 @@ class BlockRouting:
         """
         if self.mixed:
             ids = ops.mix_ids(ids, False)
-        in_blocks = (ids >= 0) & (ids < self.block_rows * self.world_size)
+        is_in_blocks = (ids >= 0) & (ids < self.block_rows * self.world_size)
+        block = ids // max(self.block_rows, 1)
         # TorchRec's split takes the remainder of ids as uint64, in which a negative id
         # is id + 2**64.
-        wrapped = (
-            ids % self.world_size + (ids < 0) * (2**64 % self.world_size)
-        ) % self.world_size
-        return ((ids // max(self.block_rows, 1) == self.rank) & in_blocks) | (
-            (wrapped == self.rank) & ~in_blocks
-        )
+        shift_of_negative = 2**64 % self.world_size
+        remainder = ids % self.world_size + (ids < 0) * shift_of_negative
+        remainder = remainder % self.world_size
+        rank = torch.where(is_in_blocks, block, remainder)
+        return rank == self.rank
 
 
 def one_routing_each(

@@ -38,18 +38,18 @@ class SequenceGroup(TableGroup):
         accumulation_steps: int = 1,
     ) -> None:
         super().__init__(tables, len(tables))
-        self._groups = [
-            PooledGroup(
+        self._groups = []
+        for table, routing in zip(
+            tables, one_routing_each(tables, routings), strict=True
+        ):
+            group = PooledGroup(
                 [table],
                 [0],
                 "sum",
                 routings=[routing],
                 accumulation_steps=accumulation_steps,
             )
-            for table, routing in zip(
-                tables, one_routing_each(tables, routings), strict=True
-            )
-        ]
+            self._groups.append(group)
         self._handles = [group.handle for group in self._groups]
         self._columns = [len(table.columns) for table in tables]
         self._has_cold_rows = any(group.cold_rows.tiers for group in self._groups)
@@ -109,13 +109,12 @@ class SequenceGroup(TableGroup):
         with ExitStack() as stack:
             # All locks are taken here, in one order, because resident() takes the lock
             # of one table at a time.
-            stack.enter_context(
-                holding(
-                    [tier for group in self._groups for tier in group.cold_rows.tiers]
-                )
-            )
-            for group, part in self._parts(ids, counts):
-                stack.enter_context(group.cold_rows.resident(part, None))
+            tiers = []
+            for group in self._groups:
+                tiers.extend(group.cold_rows.tiers)
+            stack.enter_context(holding(tiers))
+            for group, table_ids in self._ids_of_groups(ids, counts):
+                stack.enter_context(group.cold_rows.resident(table_ids, None))
             return ops.rows_forward(self._handles, ids, counts, True)
 
     def evaluation_lookup(
@@ -127,23 +126,17 @@ class SequenceGroup(TableGroup):
     ) -> Tensor:
         """See ``TableGroup.evaluation_lookup``."""
         if self._has_cold_rows:
-            rows = (
-                group.cold_rows.read(part, None, None)
-                for group, part in self._parts(ids, counts)
-            )
-            return torch.cat([part.flatten() for part in rows])
+            rows = []
+            for group, table_ids in self._ids_of_groups(ids, counts):
+                rows.append(group.cold_rows.read(table_ids, None, None).flatten())
+            return torch.cat(rows)
         return ops.rows_forward(self._handles, ids, counts, False)[0]
 
     def output_shape(
         self, offsets: Tensor | None, counts: Sequence[int]
     ) -> tuple[int, ...]:
         """See ``TableGroup.output_shape``."""
-        return (
-            sum(
-                count * columns
-                for count, columns in zip(counts, self._columns, strict=True)
-            ),
-        )
+        return (sum(self._sizes(counts)),)
 
     def update(
         self,
@@ -154,16 +147,10 @@ class SequenceGroup(TableGroup):
         rate: float | None = None,
     ) -> Tensor | None:
         """See ``TableGroup.update``."""
-        sizes = [
-            count * columns
-            for count, columns in zip(counts, self._columns, strict=True)
-        ]
-        for i, (group, part) in enumerate(
-            zip(self._groups, torch.split(grad, sizes), strict=True)
-        ):
-            group.update(
-                context[i : i + 1], part.reshape(-1, self._columns[i]), False, rate=rate
-            )
+        grads = torch.split(grad, self._sizes(counts))
+        for number, group in enumerate(self._groups):
+            table_grads = grads[number].reshape(-1, self._columns[number])
+            group.update(context[number : number + 1], table_grads, False, rate=rate)
         return None
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
@@ -171,10 +158,18 @@ class SequenceGroup(TableGroup):
 
         See :meth:`PooledGroup.prefetch`.
         """
-        for group, part in self._parts(ids, counts):
-            group.prefetch(part, [len(part)])
+        for group, table_ids in self._ids_of_groups(ids, counts):
+            group.prefetch(table_ids, [len(table_ids)])
 
-    def _parts(
+    def _sizes(self, counts: Sequence[int]) -> list[int]:
+        """Returns the number of elements of each table's output."""
+        return [
+            count * columns
+            for count, columns in zip(counts, self._columns, strict=True)
+        ]
+
+    def _ids_of_groups(
         self, ids: Tensor, counts: Sequence[int]
     ) -> Iterator[tuple[PooledGroup, Tensor]]:
+        """Yields the group of each table, and the ids of the table."""
         return zip(self._groups, torch.split(ids, list(counts)), strict=True)

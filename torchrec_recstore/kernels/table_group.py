@@ -76,7 +76,7 @@ class TableGroup(nn.Module):
         self.passes = passes
         self._anchor = torch.empty(0, requires_grad=True)
         # names the tables in errors
-        self._who = f"tables {', '.join(table.name for table in tables)}"
+        self._label = f"tables {', '.join(table.name for table in tables)}"
         self.read_only = _all_frozen(
             [table for table in tables if isinstance(table, Table)]
         )
@@ -129,7 +129,7 @@ class TableGroup(nn.Module):
 
         def update() -> None:
             grad = arriving.wait().float()
-            with ops.native_errors(self._who):
+            with ops.native_errors(self._label):
                 self.update(context, grad, False, counts, rate)
 
         ops.waiting_updates.append(update)
@@ -172,14 +172,14 @@ class TableGroup(nn.Module):
         if warns and not self._warned and not self.read_only:
             self._warned = True
             warn_user(
-                f"{self._who}: backward of a lookup in evaluation mode updates no row,"
+                f"{self._label}: backward of a lookup in evaluation mode updates no row,"
                 " although TorchRec's own tables are updated in this mode: call"
                 " train() of the model before a training step"
             )
         if not weight_grads:
             return None
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             return self.weight_gradients(ids, offsets, grad)
 
     def output_shape(
@@ -197,12 +197,12 @@ class TableGroup(nn.Module):
         train: bool,
         to: CopyTarget | None,
     ) -> Tensor:
-        grads = torch.is_grad_enabled()
-        wanted = train and not self.read_only
-        train = wanted and grads
-        anchor = self._anchor if grads and not self.frozen else None
+        has_grad = torch.is_grad_enabled()
+        is_training = train and not self.read_only
+        # The evaluation lookup of a group that is trained warns in its backward.
+        anchor = self._anchor if has_grad and not self.frozen else None
         if traced():
-            if train:
+            if is_training and has_grad:
                 out = _ops.graph_lookup(
                     self._graph_handle, self._anchor, ids, offsets, counts, weights
                 )[0]
@@ -212,14 +212,14 @@ class TableGroup(nn.Module):
                 )
             return out if to is None else to_device(out, to)
         ops.finish_updates()
-        with ops.native_errors(self._who):
-            if train:
+        with ops.native_errors(self._label):
+            if is_training and has_grad:
                 return _apply_training(
                     self._anchor, self, to, ids, offsets, counts, weights
                 )
-            if wanted:
-                _refuse_reentrant_checkpoint(self._who)
-            if grads:
+            if is_training:
+                _refuse_reentrant_checkpoint(self._label)
+            if has_grad:
                 return _apply_evaluation(
                     anchor, self, to, ids, offsets, counts, weights
                 )
@@ -256,14 +256,16 @@ class _TrainingLookup(torch.autograd.Function):
         to: CopyTarget | None,
         *batch: Any,
     ) -> Tensor:
-        # The batch: ids, offsets, counts, weights. See TableGroup.training_lookup.
-        out, context = group.training_lookup(*batch)
+        ids, offsets, counts, weights = batch
+        out, context = group.training_lookup(ids, offsets, counts, weights)
         # The backward reads the weights again. They are saved, so that autograd raises
         # if they are changed in place.
-        ctx.save_for_backward(batch[3])
+        ctx.save_for_backward(weights)
         # The context is not saved for backward: a saved-tensor hook could replace it by
         # a copy, and the native pass lives only as long as this tensor.
-        ctx.group, ctx.counts, ctx.context = group, batch[2], context
+        ctx.group = group
+        ctx.counts = counts
+        ctx.context = context
         return out if to is None else up(out, to)
 
     @staticmethod
@@ -271,30 +273,29 @@ class _TrainingLookup(torch.autograd.Function):
         # Grad is enabled if the backward itself may be differentiated, which raises.
         # Otherwise the decorator would do nothing, and it takes a tenth of the backward
         # of a small batch.
-        update = (
-            once_differentiable(_TrainingLookup._update)
-            if torch.is_grad_enabled()
-            else _TrainingLookup._update
-        )
-        return update(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return _TrainingLookup._update(ctx, *grads)
+        return once_differentiable(_TrainingLookup._update)(ctx, *grads)
 
     @staticmethod
     def _update(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # raises if the weights have been changed or the graph has been freed
         _ = ctx.saved_tensors
-        group, context = ctx.group, ctx.context
+        group = ctx.group
+        context = ctx.context
         # The context is freed when autograd frees saved tensors.
         if not keeps_graph():
             ctx.context = None
-        grad, weight_grads = grads[0], ctx.needs_input_grad[_WEIGHTS]
+        grad = grads[0]
+        weight_grads = ctx.needs_input_grad[_WEIGHTS]
         if not grad.is_cpu:
-            arriving = Arriving(grad, aside=True)
+            arriving = Arriving(grad, beside_current=True)
             if group.updates_late and not weight_grads:
                 group.update_later(context, arriving, ctx.counts)
                 return (None,) * 7
             grad = arriving.wait()
         ops.finish_updates()
-        with ops.native_errors(group._who):
+        with ops.native_errors(group._label):
             grad = grad if grad.dtype is torch.float32 else grad.float()
             grad_weights = group.update(context, grad, weight_grads, ctx.counts)
         return None, None, None, None, None, None, grad_weights
@@ -314,35 +315,42 @@ class _EvaluationLookup(torch.autograd.Function):
         to: CopyTarget | None,
         *batch: Any,
     ) -> Tensor:
+        ids, offsets, counts, weights = batch
         ctx.group = group
         if ctx.needs_input_grad[_WEIGHTS]:
-            ctx.save_for_backward(*batch[:2])
-        out = group.evaluation_lookup(*batch)
+            ctx.save_for_backward(ids, offsets)
+        out = group.evaluation_lookup(ids, offsets, counts, weights)
         return out if to is None else up(out, to)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        warns, weight_grads = ctx.needs_input_grad[0], ctx.needs_input_grad[_WEIGHTS]
-        ids, offsets = ctx.saved_tensors if weight_grads else (grads[0], None)
-        grad = grads[0].to("cpu", torch.float32) if weight_grads else grads[0]
-        of_weights = ctx.group.read_backward(
+        warns = ctx.needs_input_grad[0]
+        weight_grads = ctx.needs_input_grad[_WEIGHTS]
+        grad = grads[0]
+        # without weight_grads, no tensor is read
+        ids = grad
+        offsets = None
+        if weight_grads:
+            ids, offsets = ctx.saved_tensors
+            grad = grad.to("cpu", torch.float32)
+        grad_weights = ctx.group.read_backward(
             ids, offsets, grad, warns=warns, weight_grads=weight_grads
         )
-        return None, None, None, None, None, None, of_weights
+        return None, None, None, None, None, None, grad_weights
 
 
 _apply_training: Callable[..., Tensor] = _TrainingLookup.apply
 _apply_evaluation: Callable[..., Tensor] = _EvaluationLookup.apply
 
 
-def _refuse_reentrant_checkpoint(who: str) -> None:
+def _refuse_reentrant_checkpoint(label: str) -> None:
     """Raises in the first forward of a reentrant checkpoint: it runs without grad,
     although it is a training step.
     """
     if is_in_autograd_function():
         raise RuntimeError(
-            f"{who}: a reentrant checkpoint runs its first forward without grad, so"
+            f"{label}: a reentrant checkpoint runs its first forward without grad, so"
             " that ids without a row do not get one: use"
             " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         )
@@ -367,18 +375,19 @@ def _lookup(handle: int, anchor: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
     ids, offsets, counts, weights = batch
     # The backward reads ids and weights again, and a compiled graph may reuse their
     # memory before the backward.
-    ids, weights = ids.clone(), None if weights is None else weights.clone()
     ops.finish_updates()
-    with ops.native_errors(group._who):
+    ids = ids.clone()
+    weights = None if weights is None else weights.clone()
+    with ops.native_errors(group._label):
         return group.training_lookup(ids, offsets, counts, weights)
 
 
 def _fake_lookup(
     handle: int, anchor: Tensor, ids: Tensor, *batch: Any
 ) -> tuple[Tensor, Tensor]:
-    return _fake_read(handle, anchor, ids, *batch), ids.new_empty(
-        _group_of(handle).passes
-    )
+    out = _fake_read(handle, anchor, ids, *batch)
+    context = ids.new_empty(_group_of(handle).passes)
+    return out, context
 
 
 def _update(
@@ -390,7 +399,7 @@ def _update(
 ) -> Tensor:
     group = _group_of(handle)
     ops.finish_updates()
-    with ops.native_errors(group._who):
+    with ops.native_errors(group._label):
         grad_weights = group.update(context, grad, weight_grads is not None, counts)
     return grad.new_empty(0) if grad_weights is None else grad_weights
 
@@ -398,7 +407,7 @@ def _update(
 def _read(handle: int, anchor: Tensor | None, *batch: Any) -> Tensor:
     group = _group_of(handle)
     ops.finish_updates()
-    with ops.native_errors(group._who):
+    with ops.native_errors(group._label):
         return group.evaluation_lookup(*batch)
 
 
@@ -413,7 +422,7 @@ def _fake_read(
     group = _group_of(handle)
     if torch.compiler.is_exporting():
         raise NotImplementedError(
-            f"{group._who}: torch.export cannot hold the rows of RecStore tables in"
+            f"{group._label}: torch.export cannot hold the rows of RecStore tables in"
             " its program: export the model that"
             " torchrec_recstore.inference.export_for_inference returns"
         )
@@ -429,14 +438,16 @@ def _read_backward(
     weight_grads: int | None,
 ) -> Tensor:
     group = _group_of(handle)
-    of_weights = group.read_backward(
+    grad_weights = group.read_backward(
         ids, offsets, grad, warns=warns, weight_grads=weight_grads is not None
     )
-    return grad.new_empty(0) if of_weights is None else of_weights
+    return grad.new_empty(0) if grad_weights is None else grad_weights
 
 
-def _fake_weight_gradients(handle: int, like: Tensor, *more: Any) -> Tensor:
-    return like.new_empty(0 if more[-1] is None else more[-1], dtype=torch.float32)
+def _fake_weight_gradients(handle: int, values: Tensor, *arguments: Any) -> Tensor:
+    weight_grads = arguments[-1]
+    weight_count = 0 if weight_grads is None else weight_grads
+    return values.new_empty(weight_count, dtype=torch.float32)
 
 
 def _keep_for_backward(
@@ -448,7 +459,7 @@ def _keep_for_backward(
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    weight_grads = ctx.weights if ctx.needs_input_grad[5] else None
+    weight_grads = ctx.weight_count if ctx.needs_input_grad[5] else None
     grad_weights = _ops.graph_update(
         ctx.handle, ctx.saved_tensors[0], grad, ctx.counts, weight_grads
     )
@@ -457,16 +468,18 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
 
 def _keep_for_read_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.handle, _, ids, offsets, ctx.counts, weights = inputs
-    ctx.weights = None if weights is None else weights.shape[0]
+    ctx.weight_count = None if weights is None else weights.shape[0]
     ctx.save_for_backward(ids, offsets)
 
 
 def _backward_of_read(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    weight_grads = ctx.weights if ctx.needs_input_grad[5] else None
-    of_weights = _ops.graph_read_backward(
-        ctx.handle, *ctx.saved_tensors, grad, ctx.needs_input_grad[1], weight_grads
+    weight_grads = ctx.weight_count if ctx.needs_input_grad[5] else None
+    ids, offsets = ctx.saved_tensors
+    warns = ctx.needs_input_grad[1]
+    grad_weights = _ops.graph_read_backward(
+        ctx.handle, ids, offsets, grad, warns, weight_grads
     )
-    return None, None, None, None, None, None if weight_grads is None else of_weights
+    return None, None, None, None, None, None if weight_grads is None else grad_weights
 
 
 # A training lookup returns its output and the context of its backward. weight_grads is

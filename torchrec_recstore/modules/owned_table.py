@@ -55,8 +55,8 @@ class OwnedTable:
 
         def converted(part: Part) -> Part:
             rows = zero_states(optimizer, len(part), old.dim)
-            taken = ["weight", *rows] if keeps_state else ["weight", *STAMPS]
-            for name in taken:
+            kept_names = ["weight", *rows] if keeps_state else ["weight", *STAMPS]
+            for name in kept_names:
                 if name in part.rows:
                     rows[name] = part.rows[name]
             return replace(part, rows=rows)

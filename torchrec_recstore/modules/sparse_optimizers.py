@@ -52,7 +52,7 @@ class _SparseOptimizer:
             MemoryError, ColdStoreError: See
                 :meth:`torchrec_recstore.store.Table.update`.
         """
-        tables = self._given(modules)
+        tables = self._tables_of(modules)
         self._use_for(tables)
         for table in tables:
             if (collected := table.collected) is not None:
@@ -63,13 +63,13 @@ class _SparseOptimizer:
         """Removes the collected gradients of ``modules``, as in :meth:`step`. torch's
         ``zero_grad`` does so, too.
         """
-        for table in self._given(modules):
+        for table in self._tables_of(modules):
             table.forget_collected()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._optimizer!r})"
 
-    def _given(self, modules: Iterable[nn.Module] | None) -> list[TableModule]:
+    def _tables_of(self, modules: Iterable[nn.Module] | None) -> list[TableModule]:
         tables = _tables(self._modules if modules is None else _checked(modules))
         if not tables:
             raise ValueError(
@@ -163,25 +163,24 @@ class SparseAdamW(_SparseOptimizer):
 
 
 def _checked(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    found = list(modules) if isinstance(modules, Iterable) else [modules]
-    if isinstance(modules, nn.Module) or not all(
-        isinstance(module, nn.Module) for module in found
-    ):
+    # A module such as nn.Sequential is iterable itself.
+    is_list = isinstance(modules, Iterable) and not isinstance(modules, nn.Module)
+    checked = list(modules) if is_list else []
+    if not is_list or not all(isinstance(module, nn.Module) for module in checked):
         raise TypeError(f"modules must be a list of torch modules, got {modules!r}")
-    return found
+    return checked
 
 
 def _tables(modules: Iterable[nn.Module]) -> list[TableModule]:
-    every = {
-        id(m): m
-        for module in modules
-        for m in module.modules()
-        if isinstance(m, TableModule)
-    }
-    for table in every.values():
+    tables: dict[int, TableModule] = {}
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, TableModule):
+                tables[id(part)] = part
+    for table in tables.values():
         if table.fused:
             raise ValueError(
                 f"{table} updates its rows in backward: make it with fused=False for a"
                 " sparse optimizer"
             )
-    return list(every.values())
+    return list(tables.values())

@@ -402,7 +402,7 @@ class RemoteGroup(TableGroup):
         pass_ = _passes.get(int(context[0]))
         if pass_ is None:
             raise RuntimeError(
-                f"{self._who}: the context of the lookup was copied, and the lookup has"
+                f"{self._label}: the context of the lookup was copied, and the lookup has"
                 " ended"
             )
         gradients_of_weights = None

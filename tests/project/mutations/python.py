@@ -16,8 +16,8 @@ ROUTING = [
     ),
     Mutation(
         f"{PACKAGE}/kernels/routing.py",
-        "in_blocks = (ids >= 0) & (ids < self.block_rows * self.world_size)",
-        "in_blocks = ids < self.block_rows * self.world_size",
+        "is_in_blocks = (ids >= 0) & (ids < self.block_rows * self.world_size)",
+        "is_in_blocks = ids < self.block_rows * self.world_size",
         [
             "tests/checkpoint/test_load.py::test_every_sharding_and_world_size_to_every_other"
         ],
@@ -234,8 +234,8 @@ FROZEN = [
     ),
     Mutation(
         f"{PACKAGE}/kernels/table_group.py",
-        "wanted = train and not self.read_only",
-        "wanted = train",
+        "is_training = train and not self.read_only",
+        "is_training = train",
         ["tests/distributed/test_frozen_tables.py", "tests/store/test_frozen.py"],
         "A training lookup makes and updates rows of frozen tables.",
     ),
