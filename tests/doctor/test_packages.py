@@ -19,13 +19,13 @@ from torchrec_recstore.doctor.packages import (
     MODULES,
     TESTED,
     Imported,
+    bounds_of_extra,
     extra_packages,
     fits,
     packages,
     probe,
     python,
     requirements_of,
-    wanted_by,
 )
 from torchrec_recstore.triples import DEFAULT, TRIPLES, Triple
 
@@ -421,7 +421,7 @@ def test_extras_of_the_real_packages() -> None:
                 if each
             ),
         ]
-    wanted = {extra: wanted_by(extra, lines.get) for extra in EXTRAS}
+    wanted = {extra: bounds_of_extra(extra, lines.get) for extra in EXTRAS}
     assert all(
         re.fullmatch(r"([<>=~!]=?[\d.]+)?", bound)
         for some in wanted.values()

@@ -28,23 +28,21 @@ def examine(data: Path, cold: Sequence[Path] = ()) -> Iterator[tuple[str, Findin
     ``data`` is a directory on the disk for checkpoints and cold rows, and ``cold`` are
     directories of cold stores.
     """
-    machine = Machine.here()
+    machine = Machine.of_this_process()
     imported = probe(MODULES)
     facts = imported["torchrec_recstore.ops"].facts
     for finding in (*packages(imported), *optional_packages()):
         yield "packages", finding
     yield "processor", checks.instruction_set(machine, facts)
-    for look in (
-        checks.available,
-        checks.control_group,
-        checks.overcommit,
-        checks.huge_pages,
-        checks.address_space,
-    ):
-        yield "memory", look(machine)
+    yield "memory", checks.available(machine)
+    yield "memory", checks.control_group(machine)
+    yield "memory", checks.overcommit(machine)
+    yield "memory", checks.huge_pages(machine)
+    yield "memory", checks.address_space(machine)
     yield "memory", checks.buffers(facts)
-    for look in (checks.threads, checks.spinning):
-        yield "threads", look(machine)
+    yield "threads", checks.threads(machine)
+    yield "threads", checks.spinning(machine)
     yield "files", checks.open_files(machine)
     yield "files", checks.disk(data)
-    yield from (("files", checks.cold_stores(folder)) for folder in cold)
+    for folder in cold:
+        yield "files", checks.cold_stores(folder)

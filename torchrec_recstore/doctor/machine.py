@@ -70,7 +70,7 @@ class Machine:
     address_space: int = UNLIMITED  # the soft limit in bytes
 
     @classmethod
-    def here(cls) -> Machine:
+    def of_this_process(cls) -> Machine:
         """Returns the machine that this process runs on."""
         return cls(
             environ=os.environ,
@@ -95,12 +95,12 @@ class Machine:
 
     def memory(self) -> dict[str, int]:
         """Returns the values of ``/proc/meminfo`` in bytes."""
-        lines = map(str.split, (self.read("proc/meminfo") or "").splitlines())
-        return {
-            words[0].rstrip(":"): int(words[1]) * 1024
-            for words in lines
-            if len(words) == 3
-        }
+        values = {}
+        for line in (self.read("proc/meminfo") or "").splitlines():
+            words = line.split()
+            if len(words) == 3:  # a name, a number and kB
+                values[words[0].rstrip(":")] = int(words[1]) * 1024
+        return values
 
     def groups(self, controller: str) -> list[Path]:
         """Returns the directories of the control groups that limit this process, from
@@ -109,18 +109,16 @@ class Machine:
         mount = Path("sys/fs/cgroup")
         for line in (self.read("proc/self/cgroup") or "").splitlines():
             number, controllers, path = line.split(":", 2)
-            # which has a tree for each controller
-            of_version_1 = controller in controllers.split(",")
-            if of_version_1 or (
+            # Version 1 has a tree for each controller, and version 2 has one tree.
+            is_version_1 = controller in controllers.split(",")
+            is_version_2 = (
                 number == "0" and (self.root / mount / "cgroup.controllers").exists()
-            ):
-                top = mount / controller if of_version_1 else mount
-                own = top / path.lstrip("/")
-                return [
-                    folder
-                    for folder in (own, *own.parents)
-                    if folder.is_relative_to(top)
-                ]
+            )
+            if is_version_1 or is_version_2:
+                top = mount / controller if is_version_1 else mount
+                group = top / path.lstrip("/")
+                folders = (group, *group.parents)
+                return [folder for folder in folders if folder.is_relative_to(top)]
         return []
 
 
@@ -130,19 +128,18 @@ def open_files(machine: Machine) -> Finding:
     """
     soft, hard = machine.open_files
     if soft == UNLIMITED or soft >= _FILES:
-        return Finding(
-            "open files",
-            "ok",
-            f"ulimit -n: {'unlimited' if soft == UNLIMITED else soft}",
-        )
-    found = (
+        limit = "unlimited" if soft == UNLIMITED else str(soft)
+        return Finding("open files", "ok", f"ulimit -n: {limit}")
+    description = (
         f"ulimit -n: {soft}; a large cold store in RocksDB and a server with many"
         " clients need more"
     )
     if hard == UNLIMITED or hard >= _GOOD:
-        return Finding("open files", "warning", found, f"ulimit -n {_GOOD}")
+        return Finding("open files", "warning", description, f"ulimit -n {_GOOD}")
     fix = f"sudo prlimit --pid $$ --nofile={_GOOD}"
-    return Finding("open files", "warning", f"{found}; the hard limit is {hard}", fix)
+    return Finding(
+        "open files", "warning", f"{description}; the hard limit is {hard}", fix
+    )
 
 
 def disk(folder: Path) -> Finding:
@@ -165,15 +162,15 @@ def disk(folder: Path) -> Finding:
             f"{path} cannot be written",
             "name another folder: --data DIR",
         )
-    found = f"{size(free)} free at {path}"
+    description = f"{size(free)} free at {path}"
     if free < _LITTLE_DISK:
         return Finding(
             "disk",
             "warning",
-            found,
+            description,
             "name another disk for checkpoints and cold stores",
         )
-    return Finding("disk", "ok", found)
+    return Finding("disk", "ok", description)
 
 
 def cold_stores(folder: Path) -> Finding:
@@ -189,24 +186,23 @@ def cold_stores(folder: Path) -> Finding:
             f"{error.filename}: {error.strerror}",
             "name another folder: --cold-store DIR",
         )
-    sizes = {
-        alive: [run.bytes for run in runs if run.alive is alive]
-        for alive in (True, False)
-    }
-    owners = ", ".join(sorted({run.owner for run in runs if run.alive}))
-    found = (
-        f"{os.path.abspath(folder)}: {len(sizes[True])} directories in use"
-        f" ({size(sum(sizes[True]))})"
+    in_use = [run for run in runs if run.alive]
+    ended = [run for run in runs if not run.alive]
+    bytes_in_use = size(sum(run.bytes for run in in_use))
+    description = (
+        f"{os.path.abspath(folder)}: {len(in_use)} directories in use ({bytes_in_use})"
     )
-    found += f" by {owners}" if owners else ""
-    if not sizes[False]:
-        return Finding(name, "ok", found)
-    found += (
-        f", and {len(sizes[False])} of processes that have ended"
-        f" ({size(sum(sizes[False]))}), which the next "
+    owners = ", ".join(sorted({run.owner for run in in_use}))
+    if owners:
+        description += f" by {owners}"
+    if not ended:
+        return Finding(name, "ok", description)
+    bytes_of_ended = size(sum(run.bytes for run in ended))
+    description += (
+        f", and {len(ended)} of processes that have ended ({bytes_of_ended}), which the"
+        " next process with the same path removes"
     )
-    found += "process with the same path removes"
-    return Finding(name, "warning", found, removal(runs))
+    return Finding(name, "warning", description, removal(runs))
 
 
 def available(machine: Machine) -> Finding:
@@ -218,11 +214,13 @@ def available(machine: Machine) -> Finding:
             "problem",
             "no MemAvailable in /proc/meminfo: the free memory is unknown",
         )
-    found = f"{size(memory['MemAvailable'])} available of {size(memory['MemTotal'])}"
+    description = (
+        f"{size(memory['MemAvailable'])} available of {size(memory['MemTotal'])}"
+    )
     if memory["MemAvailable"] < _LITTLE_MEMORY:
         fix = "end other programs, or limit the tables: TableOptions(max_rows=...)"
-        return Finding("memory", "warning", found, fix)
-    return Finding("memory", "ok", found)
+        return Finding("memory", "warning", description, fix)
+    return Finding("memory", "ok", description)
 
 
 def buffers(facts: Mapping[str, str]) -> Finding:
@@ -232,15 +230,13 @@ def buffers(facts: Mapping[str, str]) -> Finding:
     """
     if "kept_bytes" not in facts:
         return Finding("buffers", "ok", "not known without the native extension")
-    found = (
-        f"each process keeps up to {size(int(facts['kept_bytes']))} of outputs and"
-        " gradients for its next steps, and "
+    kept_bytes = size(int(facts["kept_bytes"]))
+    description = (
+        f"each process keeps up to {kept_bytes} of outputs and gradients for its next"
+        " steps, and more if recent steps used more;"
+        " torchrec_recstore.ops.buffer_pool_bytes() returns the current size"
     )
-    found += (
-        "more if recent steps used more; torchrec_recstore.ops.buffer_pool_bytes()"
-        " returns the current size"
-    )
-    return Finding("buffers", "ok", found)
+    return Finding("buffers", "ok", description)
 
 
 def control_group(machine: Machine) -> Finding:
@@ -248,26 +244,24 @@ def control_group(machine: Machine) -> Finding:
     before a table grows.
     """
     total = machine.memory().get("MemTotal", 0)
-    files = (
-        folder / name
-        for folder in machine.groups("memory")
-        for name in ("memory.max", "memory.limit_in_bytes")
-    )
-    limits = [
-        (limit, file)
-        for file in files
-        if (limit := machine.number(str(file))) is not None and limit < total
-    ]
+    limits: dict[Path, int] = {}
+    for folder in machine.groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            file = folder / name
+            limit = machine.number(str(file))
+            if limit is not None and limit < total:
+                limits[file] = limit
     if not limits:
         return Finding(
             "memory limit", "ok", "no control group limits the memory of this process"
         )
-    limit, tightest = min(limits, key=lambda each: each[0])
-    found = f"{size(limit)} in /{tightest}: tables refuse to grow past it"
+    tightest = min(limits, key=lambda file: limits[file])
+    limit = limits[tightest]
+    description = f"{size(limit)} in /{tightest}: tables refuse to grow past it"
     if limit < _LITTLE_MEMORY:
         fix = "raise the limit, or limit the tables: TableOptions(max_rows=...)"
-        return Finding("memory limit", "warning", found, fix)
-    return Finding("memory limit", "ok", found)
+        return Finding("memory limit", "warning", description, fix)
+    return Finding("memory limit", "ok", description)
 
 
 def overcommit(machine: Machine) -> Finding:
@@ -282,16 +276,18 @@ def overcommit(machine: Machine) -> Finding:
     if mode != 2:
         return Finding("overcommit", "ok", f"vm.overcommit_memory = {mode}")
     memory = machine.memory()
-    left = memory.get("CommitLimit", 0) - memory.get("Committed_AS", 0)
-    return Finding(
-        "overcommit",
-        "problem" if left < _LITTLE_MEMORY else "warning",
+    free = memory.get("CommitLimit", 0) - memory.get("Committed_AS", 0)
+    description = (
         "vm.overcommit_memory = 2: reserved address space counts as memory,"
-        f" {size(max(left, 0))} is left, and a table that grows reserves three times"
-        " its size",
-        "sudo sysctl vm.overcommit_memory=0  # until the next boot; to keep it: "
-        "echo vm.overcommit_memory=0 | sudo tee /etc/sysctl.d/90-recstore.conf",
+        f" {size(max(free, 0))} is left, and a table that grows reserves three times"
+        " its size"
     )
+    fix = (
+        "sudo sysctl vm.overcommit_memory=0  # until the next boot; to keep it: echo"
+        " vm.overcommit_memory=0 | sudo tee /etc/sysctl.d/90-recstore.conf"
+    )
+    status: Status = "problem" if free < _LITTLE_MEMORY else "warning"
+    return Finding("overcommit", status, description, fix)
 
 
 def huge_pages(machine: Machine) -> Finding:
@@ -308,47 +304,38 @@ def huge_pages(machine: Machine) -> Finding:
     chosen = text[text.find("[") + 1 : text.find("]")]
     if chosen in ("always", "madvise"):
         return Finding("huge pages", "ok", f"transparent_hugepage/enabled: {chosen}")
-    found = (
+    description = (
         f"transparent_hugepage/enabled: {chosen}: rows use small pages, and lookups are"
         " slower"
     )
     fix = (
         "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # until"
-        " the next boot; "
+        " the next boot; to keep it: add transparent_hugepage=madvise to the kernel's"
+        " command line"
     )
-    fix += "to keep it: add transparent_hugepage=madvise to the kernel's command line"
-    return Finding("huge pages", "warning", found, fix)
+    return Finding("huge pages", "warning", description, fix)
 
 
 def address_space(machine: Machine) -> Finding:
     """Checks the limit of the address space."""
     if machine.address_space == UNLIMITED:
         return Finding("address space", "ok", "ulimit -v: unlimited")
-    found = (
+    description = (
         f"ulimit -v: {size(machine.address_space)}; a table that grows reserves three"
         " times its size"
     )
-    return Finding("address space", "warning", found, "ulimit -v unlimited")
+    return Finding("address space", "warning", description, "ulimit -v unlimited")
 
 
 def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
     """Checks whether the native extension uses the best instruction set that the
     processor has.
     """
-    text = machine.read("proc/cpuinfo") or ""
-    fields = {
-        name.strip(): value.strip()
-        for name, _, value in (line.partition(":") for line in text.splitlines())
-    }
-    # only on aarch64
-    part = " ".join(
-        fields[name] for name in ("CPU implementer", "CPU part") if name in fields
-    )
-    model = (
-        _CORES.get(part)
-        or fields.get("model name")
-        or f"a processor without a name {part}".strip()
-    )
+    fields = {}
+    for line in (machine.read("proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
+    model = _processor_model(fields)
     flags = set(fields.get("flags", fields.get("Features", "")).split())
     best = next(
         name for name, needed in _NEEDS.items() if flags.issuperset(needed.split())
@@ -356,71 +343,69 @@ def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
     if "instruction_set" not in facts:
         return Finding("processor", "ok", f"{model}, {best}")
     chosen = facts["instruction_set"]
-    found = f"{model}: the loops over rows use {chosen}"
-    if list(_NEEDS).index(chosen) > list(_NEEDS).index(best):
-        found, forced = (
-            f"{found}, and the processor has {best}",
-            machine.environ.get("RECSTORE_ISA"),
-        )
+    description = f"{model}: the loops over rows use {chosen}"
+    best_first = list(_NEEDS)
+    if best_first.index(chosen) > best_first.index(best):
+        description = f"{description}, and the processor has {best}"
+        forced = machine.environ.get("RECSTORE_ISA")
         if forced is None:
-            return Finding("processor", "warning", found, "reinstall torchrec-recstore")
-        return Finding(
-            "processor",
-            "warning",
-            f"{found}; RECSTORE_ISA={forced} is set",
-            "unset RECSTORE_ISA",
-        )
+            return Finding(
+                "processor", "warning", description, "reinstall torchrec-recstore"
+            )
+        description = f"{description}; RECSTORE_ISA={forced} is set"
+        return Finding("processor", "warning", description, "unset RECSTORE_ISA")
     if chosen == "baseline":
+        description = f"{description}; without AVX2 they take several times as long"
         fix = (
             "use a processor with AVX2; in a virtual machine, enable AVX2 for the guest"
         )
-        return Finding(
-            "processor",
-            "warning",
-            f"{found}; without AVX2 they take several times as long",
-            fix,
-        )
-    return Finding("processor", "ok", found)
+        return Finding("processor", "warning", description, fix)
+    return Finding("processor", "ok", description)
+
+
+def _processor_model(fields: Mapping[str, str]) -> str:
+    """Returns the name of the processor, from the fields of /proc/cpuinfo."""
+    # only on aarch64
+    part = " ".join(
+        fields[name] for name in ("CPU implementer", "CPU part") if name in fields
+    )
+    if part in _CORES:
+        return _CORES[part]
+    if fields.get("model name"):
+        return fields["model name"]
+    return f"a processor without a name {part}".strip()
 
 
 def threads(machine: Machine) -> Finding:
     """Checks whether torch starts as many threads as there are usable cores."""
     cores = usable_cores(machine)
-    limited = (
-        ""
-        if cores == machine.cores
-        else f", and a control group limits the CPU time to that of {cores}"
-    )
-    where, fix = f"{machine.cores} cores{limited}", f"export OMP_NUM_THREADS={cores}"
+    where = f"{machine.cores} cores"
+    if cores != machine.cores:
+        where += f", and a control group limits the CPU time to that of {cores}"
+    fix = f"export OMP_NUM_THREADS={cores}"
     set_to = machine.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not set_to and cores < machine.cores:
-        return Finding(
-            "threads",
-            "warning",
-            f"{where}, and torch starts {machine.cores} threads",
-            fix,
-        )
+        description = f"{where}, and torch starts {machine.cores} threads"
+        return Finding("threads", "warning", description, fix)
     if not set_to:
+        if cores <= 2:
+            return Finding("threads", "ok", where)
         ranks = (
-            "for several ranks, set the threads of each rank (torchrun's default: 1): "
+            "for several ranks, set the threads of each rank (torchrun's default: 1):"
+            f" OMP_NUM_THREADS={cores // 2} torchrun --nproc-per-node 2 ..."
         )
-        ranks += f"OMP_NUM_THREADS={cores // 2} torchrun --nproc-per-node 2 ..."
-        return Finding("threads", "ok", where, ranks if cores > 2 else "")
+        return Finding("threads", "ok", where, ranks)
     if not set_to.isdigit() or int(set_to) < 1:
-        return Finding(
-            "threads",
-            "warning",
-            f"OMP_NUM_THREADS={set_to} is not a number of threads",
-            fix,
-        )
-    found = f"OMP_NUM_THREADS={set_to} on {where}"
+        description = f"OMP_NUM_THREADS={set_to} is not a number of threads"
+        return Finding("threads", "warning", description, fix)
+    description = f"OMP_NUM_THREADS={set_to} on {where}"
     if int(set_to) > cores:
-        return Finding(
-            "threads", "warning", f"{found}: the threads wait for each other", fix
-        )
+        description = f"{description}: the threads wait for each other"
+        return Finding("threads", "warning", description, fix)
     if int(set_to) == 1 < cores:
-        return Finding("threads", "warning", f"{found}: one process uses one core", fix)
-    return Finding("threads", "ok", found)
+        description = f"{description}: one process uses one core"
+        return Finding("threads", "warning", description, fix)
+    return Finding("threads", "ok", description)
 
 
 def usable_cores(machine: Machine) -> int:
@@ -429,13 +414,12 @@ def usable_cores(machine: Machine) -> int:
     """
     shares = [float(machine.cores)]
     for folder in machine.groups("cpu"):
-        quota, period = (
-            machine.number(f"{folder}/cpu.cfs_quota_us"),
-            machine.number(f"{folder}/cpu.cfs_period_us"),
-        )
+        quota = machine.number(f"{folder}/cpu.cfs_quota_us")
+        period = machine.number(f"{folder}/cpu.cfs_period_us")
         words = (machine.read(f"{folder}/cpu.max") or "").split()
         if len(words) == 2 and words[0].isdigit():
-            quota, period = int(words[0]), int(words[1])
+            quota = int(words[0])
+            period = int(words[1])
         if quota is not None and period is not None and quota > 0:
             shares.append(quota / period)
     return max(1, int(min(shares)))
@@ -461,18 +445,16 @@ def spinning(machine: Machine) -> Finding:
     if policy:
         if policy.strip().lower() == "passive":
             return Finding(name, "ok", f"OMP_WAIT_POLICY={policy}")
-        found = (
+        description = (
             f"OMP_WAIT_POLICY={policy}: waiting threads keep their cores for minutes"
         )
-        return Finding(name, "warning", found, "export OMP_WAIT_POLICY=passive")
-    if (
-        usable_cores(machine) == 1
-        or machine.environ.get("OMP_NUM_THREADS", "").strip() == "1"
-    ):
+        return Finding(name, "warning", description, "export OMP_WAIT_POLICY=passive")
+    omp_threads = machine.environ.get("OMP_NUM_THREADS", "").strip()
+    if usable_cores(machine) == 1 or omp_threads == "1":
         return Finding(name, "ok", "one thread waits for no other")
-    found = (
+    description = (
         "waiting threads spin for milliseconds; if other programs use the cores,"
         " training takes ten times as long"
     )
     fix = f"call torchrec_recstore.tune_threads() at the top of each script, or {short}"
-    return Finding(name, "warning", found, fix)
+    return Finding(name, "warning", description, fix)

@@ -24,7 +24,7 @@ from torchrec_recstore.triples import (
     torch_of_fbgemm,
 )
 
-# Each follows those that it needs.
+# Each module follows those that it needs.
 MODULES = ("torch", "torchrec_recstore.ops", "fbgemm_gpu", "torchrec")
 _TIMEOUT_S = 180
 
@@ -33,19 +33,19 @@ import importlib, json, logging, sys, warnings
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 for name in sys.argv[1:]:
-    told = {"module": name, "error": None, "missing": None, "facts": {}}
+    report = {"module": name, "error": None, "missing": None, "facts": {}}
     try:
         module = importlib.import_module(name)
         if name == "torch":
-            told["facts"] = {"version": module.__version__, "cuda": module.version.cuda}
+            report["facts"] = {"version": module.__version__, "cuda": module.version.cuda}
         if name == "torchrec_recstore.ops":
-            kept = str(module.buffer_pool_bytes()[2])
-            told["facts"] = {"instruction_set": module.instruction_set(), "kept_bytes": kept}
+            kept_bytes = str(module.buffer_pool_bytes()[2])
+            report["facts"] = {"instruction_set": module.instruction_set(), "kept_bytes": kept_bytes}
     except BaseException as error:
         cause = error.__cause__ or error
-        told["error"] = f"{type(cause).__name__}: {cause}".splitlines()[0]
-        told["missing"] = cause.name if isinstance(cause, ModuleNotFoundError) else None
-    print("\\n" + json.dumps(told), flush=True)
+        report["error"] = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        report["missing"] = cause.name if isinstance(cause, ModuleNotFoundError) else None
+    print("\\n" + json.dumps(report), flush=True)
 """
 
 # The tested versions of the packages that are not in triples.py, as in requirements/.
@@ -57,7 +57,7 @@ TESTED = {
 }
 _LEAST_TORCH = (2, 11)  # the stable ABI that the native extension is built for
 
-EXTRAS = {  # the use of each
+EXTRAS = {  # and what each of them is used for
     "cli": "progress and tables of this command",
     "examples": "recstore train",
     "service": "recstore serve, RecStoreClient",
@@ -92,34 +92,45 @@ def probe(
     Each module follows the modules that it needs. A process has ``timeout_s`` seconds
     for all its imports.
     """
-    found: dict[str, Imported] = {}
-    while left := [name for name in modules if name not in found]:
-        command = [python, "-c", _CHILD, *left]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        ) as child:
-            try:
-                out, ended = child.communicate(timeout=timeout_s)[0], ""
-            except subprocess.TimeoutExpired:
-                child.kill()
-                out, ended = (
-                    child.communicate()[0],
-                    f"has not returned in {timeout_s:g} s",
-                )
-        for line in out.splitlines():
+    results: dict[str, Imported] = {}
+    while len(results) < len(modules):
+        remaining = [name for name in modules if name not in results]
+        output, failure = _output_of_imports(remaining, python, timeout_s)
+        for line in output.splitlines():
             if line.startswith('{"module"'):
-                told = json.loads(line)
-                found[told["module"]] = Imported(
-                    told["error"], told["missing"], told["facts"]
+                report = json.loads(line)
+                results[report["module"]] = Imported(
+                    report["error"], report["missing"], report["facts"]
                 )
-        crashed = next((name for name in left if name not in found), None)
-        if crashed is not None:
-            status = child.returncode
-            how = signal.Signals(-status).name if status < 0 else f"status {status}"
-            found[crashed] = Imported(
-                error=f"its import {ended or f'ends the process with {how}'}"
-            )
-    return found
+        unreported = [name for name in remaining if name not in results]
+        if unreported:
+            # The process has ended in the first import that it did not report.
+            results[unreported[0]] = Imported(error=f"its import {failure}")
+    return results
+
+
+def _output_of_imports(
+    modules: Sequence[str], python: str, timeout_s: float
+) -> tuple[str, str]:
+    """Imports modules in a process, and returns what it has printed, and how it ended
+    if it did not import all of them.
+    """
+    with subprocess.Popen(
+        [python, "-c", _CHILD, *modules],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as child:
+        try:
+            output = child.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            child.kill()
+            output = child.communicate()[0]
+            return output, f"has not returned in {timeout_s:g} s"
+    status = child.returncode
+    if status < 0:
+        return output, f"ends the process with {signal.Signals(-status).name}"
+    return output, f"ends the process with status {status}"
 
 
 def installed(name: str) -> str | None:
@@ -143,161 +154,149 @@ def packages(
     yield torchrec(
         imported["torchrec"], imported["fbgemm_gpu"], imported["torch"], versions
     )
-    for name, need in (
-        ("torchmetrics", "torchrec"),
-        ("tensordict", "torchrec"),
-        ("safetensors", ""),
-        ("xxhash", ""),
-    ):
-        yield other(name, need, versions)
+    yield dependency("torchmetrics", "torchrec", versions)
+    yield dependency("tensordict", "torchrec", versions)
+    yield dependency("safetensors", "", versions)
+    yield dependency("xxhash", "", versions)
 
 
 def python(number: tuple[int, ...], executable: str) -> Finding:
     """Python is version 3.10 or later."""
-    found = f"{'.'.join(map(str, number))}, {executable}"
+    description = f"{'.'.join(map(str, number))}, {executable}"
     if tuple(number) < (3, 10):
-        return Finding("python", "problem", found, "install Python 3.10 or later")
-    return Finding("python", "ok", found)
+        return Finding("python", "problem", description, "install Python 3.10 or later")
+    return Finding("python", "ok", description)
 
 
-def torch(found: Imported, versions: Versions) -> Finding:
+def torch(imported: Imported, versions: Versions) -> Finding:
     """The version of torch is new enough, and torch can be imported."""
-    number = _torch_version(found, versions)
+    number = _torch_version(imported, versions)
     fix = f"pip install torch=={DEFAULT.torch}"
     if number is None:
         return Finding("torch", "problem", "not installed", fix)
-    if found.error is not None:
-        said = f"{number} cannot be imported: {found.error}"
-        return Finding(
-            "torch",
-            "problem",
-            said,
-            f"pip install torch=={number.partition('+')[0]} --force-reinstall",
-        )
-    kind = f"CUDA {found.facts['cuda']}" if found.facts.get("cuda") else "CPU"
+    if imported.error is not None:
+        description = f"{number} cannot be imported: {imported.error}"
+        fix = f"pip install torch=={number.partition('+')[0]} --force-reinstall"
+        return Finding("torch", "problem", description, fix)
+    cuda = imported.facts.get("cuda")
+    description = f"{number} ({f'CUDA {cuda}' if cuda else 'CPU'})"
     if release(number) < _LEAST_TORCH:
-        return Finding(
-            "torch",
-            "problem",
-            f"{number} ({kind}), and the native extension needs 2.11 or later",
-            fix,
-        )
-    return Finding("torch", "ok", f"{number} ({kind})")
+        description += ", and the native extension needs 2.11 or later"
+        return Finding("torch", "problem", description, fix)
+    return Finding("torch", "ok", description)
 
 
-def _torch_version(found: Imported, versions: Versions) -> str | None:
-    return found.facts.get("version") or versions("torch")
+def _torch_version(imported: Imported, versions: Versions) -> str | None:
+    return imported.facts.get("version") or versions("torch")
 
 
-def extension(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
+def extension(imported: Imported, of_torch: Imported, versions: Versions) -> Finding:
     """The native extension of torchrec_recstore can be loaded."""
-    name, own = (
-        "torchrec_recstore",
-        versions("torchrec-recstore") or "not installed, found on the path",
-    )
+    name = "torchrec_recstore"
+    number = versions("torchrec-recstore") or "not installed, found on the path"
     if of_torch.error is not None:
-        return Finding(
-            name,
-            "problem",
-            f"{own}; its native extension needs torch",
-            "fix torch first",
+        description = f"{number}; its native extension needs torch"
+        return Finding(name, "problem", description, "fix torch first")
+    if imported.error is not None:
+        description = f"{number}; its native extension does not load: {imported.error}"
+        fix = (
+            "in a checkout: make build; otherwise: pip install --no-build-isolation"
+            " --no-deps --force-reinstall torchrec-recstore"
         )
-    if found.error is not None:
-        again = (
-            "pip install --no-build-isolation --no-deps --force-reinstall"
-            " torchrec-recstore"
-        )
-        fix = f"in a checkout: make build; otherwise: {again}"
-        return Finding(
-            name,
-            "problem",
-            f"{own}; its native extension does not load: {found.error}",
-            fix,
-        )
-    return Finding(name, "ok", f"{own}, native extension loads")
+        return Finding(name, "problem", description, fix)
+    return Finding(name, "ok", f"{number}, native extension loads")
 
 
-def fbgemm(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
+def fbgemm(imported: Imported, of_torch: Imported, versions: Versions) -> Finding:
     """FBGEMM, whose kernels TorchRec uses, is installed once and is built for the torch
     that is installed.
     """
-    there = {
-        name: number
-        for name in ("fbgemm-gpu-cpu", "fbgemm-gpu")
-        if (number := versions(name)) is not None
-    }
+    installed_numbers = {}
+    for name in ("fbgemm-gpu-cpu", "fbgemm-gpu"):
+        number = versions(name)
+        if number is not None:
+            installed_numbers[name] = number
     torch_number = _torch_version(of_torch, versions)
     triple = DEFAULT if torch_number is None else for_torch(torch_number)
     if triple is None:
         return _no_fbgemm(
-            there, release(torch_number or ""), nearest_to_torch(torch_number or "")
+            installed_numbers,
+            release(torch_number or ""),
+            nearest_to_torch(torch_number or ""),
         )
-    name = next(iter(there), "fbgemm-gpu-cpu")
+    name = next(iter(installed_numbers), "fbgemm-gpu-cpu")
     fix = f"pip install {name}=={triple.fbgemm}"
-    if not there:
+    if not installed_numbers:
         return Finding("fbgemm", "warning", _WITHOUT_TORCHREC, fix)
-    said = ", ".join(f"{name} {number}" for name, number in there.items())
-    if len(there) == 2:
+    description = ", ".join(
+        f"{name} {number}" for name, number in installed_numbers.items()
+    )
+    if len(installed_numbers) == 2:
+        description += ": both write the same files"
         fix = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {fix}"
-        return Finding("fbgemm", "problem", f"{said}: both write the same files", fix)
-    said += " (CPU)" if name == "fbgemm-gpu-cpu" else " (CUDA)"
+        return Finding("fbgemm", "problem", description, fix)
+    description += " (CPU)" if name == "fbgemm-gpu-cpu" else " (CUDA)"
     if of_torch.error is not None:
-        return Finding("fbgemm", "problem", f"{said} needs torch", "fix torch first")
-    if misfit := _misfit(there[name], release(torch_number or "")):
-        return Finding(
-            "fbgemm", "problem", f"{said} {misfit}; {triple} fit each other", fix
-        )
-    if found.error is not None:
-        on_cpu = (
-            "pip uninstall -y fbgemm-gpu && pip install"
-            f" fbgemm-gpu-cpu=={triple.fbgemm}"
-        )
-        fix = (
-            f"{fix} --force-reinstall --no-deps" if name == "fbgemm-gpu-cpu" else on_cpu
-        )
-        return Finding(
-            "fbgemm", "problem", f"{said} cannot be imported: {found.error}", fix
-        )
-    return Finding("fbgemm", "ok", said)
+        description += " needs torch"
+        return Finding("fbgemm", "problem", description, "fix torch first")
+    misfit = _misfit(installed_numbers[name], release(torch_number or ""))
+    if misfit:
+        description += f" {misfit}; {triple} fit each other"
+        return Finding("fbgemm", "problem", description, fix)
+    if imported.error is not None:
+        description += f" cannot be imported: {imported.error}"
+        if name == "fbgemm-gpu-cpu":
+            fix += " --force-reinstall --no-deps"
+        else:
+            fix = (
+                "pip uninstall -y fbgemm-gpu && pip install"
+                f" fbgemm-gpu-cpu=={triple.fbgemm}"
+            )
+        return Finding("fbgemm", "problem", description, fix)
+    return Finding("fbgemm", "ok", description)
 
 
 def _misfit(fbgemm_number: str, torch_release: tuple[int, int]) -> str:
-    """Why this FBGEMM does not load with this torch; empty if it does."""
+    """Returns why this FBGEMM does not load with this torch; empty if it does."""
     major, minor = torch_of_fbgemm(fbgemm_number)
-    said = (
+    if (major, minor) == torch_release:
+        return ""
+    return (
         f"loads with torch {major}.{minor} only, and torch is"
         f" {torch_release[0]}.{torch_release[1]}"
     )
-    return "" if (major, minor) == torch_release else said
 
 
 def _no_fbgemm(
-    there: Mapping[str, str], torch_release: tuple[int, int], nearest: Triple
+    installed_numbers: Mapping[str, str],
+    torch_release: tuple[int, int],
+    nearest: Triple,
 ) -> Finding:
     """FBGEMM beside a torch that belongs to none of the tested triples."""
-    has = f"{torch_release[0]}.{torch_release[1]}"
+    torch_number = f"{torch_release[0]}.{torch_release[1]}"
     fix = f"to train with TorchRec: {nearest.install_on_cpu}"
-    if not there:
-        said = (
-            f"no FBGEMM is known for torch {has}: Table and RecStoreClient work,"
-            " TorchRec does not"
+    if not installed_numbers:
+        description = (
+            f"no FBGEMM is known for torch {torch_number}: Table and RecStoreClient"
+            " work, TorchRec does not"
         )
-        return Finding("fbgemm", "warning", said, fix)
-    misfits = [
-        f"{name} {number} {why}"
-        for name, number in there.items()
-        if (why := _misfit(number, torch_release))
-    ]
+        return Finding("fbgemm", "warning", description, fix)
+    misfits = []
+    for name, number in installed_numbers.items():
+        misfit = _misfit(number, torch_release)
+        if misfit:
+            misfits.append(f"{name} {number} {misfit}")
     if misfits:
         return Finding("fbgemm", "problem", "; ".join(misfits), fix)
-    said = " and ".join(f"{name} {number}" for name, number in there.items())
-    return Finding(
-        "fbgemm", "warning", f"{said}; no FBGEMM is tested with torch {has}", fix
+    names = " and ".join(
+        f"{name} {number}" for name, number in installed_numbers.items()
     )
+    description = f"{names}; no FBGEMM is tested with torch {torch_number}"
+    return Finding("fbgemm", "warning", description, fix)
 
 
 def torchrec(
-    found: Imported, of_fbgemm: Imported, of_torch: Imported, versions: Versions
+    imported: Imported, of_fbgemm: Imported, of_torch: Imported, versions: Versions
 ) -> Finding:
     """TorchRec is installed in the version that was tested with the torch that is
     installed.
@@ -307,44 +306,35 @@ def torchrec(
     fix = f"pip install --no-deps torchrec=={triple.torchrec}"
     if number is None:
         return Finding("torchrec", "warning", _WITHOUT_TORCHREC, triple.install_on_cpu)
-    if found.error is not None and of_fbgemm.error is not None:
-        return Finding(
-            "torchrec",
-            "problem",
-            f"{number} cannot be imported without fbgemm",
-            "fix fbgemm first",
-        )
-    if found.error is not None:
-        fix = fix if found.missing is None else triple.install_on_cpu
-        return Finding(
-            "torchrec", "problem", f"{number} cannot be imported: {found.error}", fix
-        )
+    if imported.error is not None and of_fbgemm.error is not None:
+        description = f"{number} cannot be imported without fbgemm"
+        return Finding("torchrec", "problem", description, "fix fbgemm first")
+    if imported.error is not None:
+        description = f"{number} cannot be imported: {imported.error}"
+        if imported.missing is not None:
+            fix = triple.install_on_cpu
+        return Finding("torchrec", "problem", description, fix)
     if number != triple.torchrec:
-        return Finding(
-            "torchrec", "warning", f"{number}; {triple} are tested with each other", fix
-        )
+        description = f"{number}; {triple} are tested with each other"
+        return Finding("torchrec", "warning", description, fix)
     return Finding("torchrec", "ok", number)
 
 
-def other(name: str, need: str, versions: Versions) -> Finding:
-    """A distribution that ``need`` (by default torchrec_recstore) requires is installed
-    in the tested version.
+def dependency(name: str, dependent: str, versions: Versions) -> Finding:
+    """A distribution that ``dependent`` (by default torchrec_recstore) requires is
+    installed in the tested version.
     """
-    number, tested = versions(name), TESTED[name]
+    number = versions(name)
+    tested = TESTED[name]
     fix = f"pip install {name}=={tested}"
-    if number is None and need and versions(need) is None:
-        return Finding(name, "ok", f"not installed; only {need} needs it")
+    if number is None and dependent and versions(dependent) is None:
+        return Finding(name, "ok", f"not installed; only {dependent} needs it")
     if number is None:
-        return Finding(
-            name,
-            "problem",
-            f"not installed, {need or 'torchrec_recstore'} needs it",
-            fix,
-        )
-    if need and number != tested:
-        return Finding(
-            name, "warning", f"{number}; {need} is tested with {tested}", fix
-        )
+        description = f"not installed, {dependent or 'torchrec_recstore'} needs it"
+        return Finding(name, "problem", description, fix)
+    if dependent and number != tested:
+        description = f"{number}; {dependent} is tested with {tested}"
+        return Finding(name, "warning", description, fix)
     return Finding(name, "ok", number)
 
 
@@ -355,7 +345,7 @@ def optional_packages(versions: Versions = installed) -> Iterator[Finding]:
     except PackageNotFoundError:
         return  # a checkout that is not installed has no metadata of extras
     for extra, use in EXTRAS.items():
-        yield extra_packages(extra, use, wanted_by(extra, _requires), versions)
+        yield extra_packages(extra, use, bounds_of_extra(extra, _requires), versions)
 
 
 def _requires(distribution: str) -> list[str] | None:
@@ -365,25 +355,21 @@ def _requires(distribution: str) -> list[str] | None:
         return None
 
 
-def wanted_by(
+def bounds_of_extra(
     extra: str, requires_of: Callable[[str], list[str] | None]
 ) -> dict[str, str]:
     """Returns the distributions of an extra with their version specifiers, and what
     those of ours among them need.
     """
-    core = requires_of("torchrec-recstore") or []
-    found = requirements_of(extra, core)
-    for name in found.keys() & {
-        "torchrec-recstore-service",
-        "torchrec-recstore-serving",
-    }:
-        lines = requires_of(name) or []
-        found |= requirements_of("", lines) | requirements_of(extra, lines)
-    return {
-        name: bound
-        for name, bound in found.items()
-        if name not in requirements_of("", core)
-    }
+    core_lines = requires_of("torchrec-recstore") or []
+    bounds = requirements_of(extra, core_lines)
+    for name in ("torchrec-recstore-service", "torchrec-recstore-serving"):
+        if name in bounds:
+            lines = requires_of(name) or []
+            bounds |= requirements_of("", lines)
+            bounds |= requirements_of(extra, lines)
+    always_needed = requirements_of("", core_lines)
+    return {name: bound for name, bound in bounds.items() if name not in always_needed}
 
 
 def requirements_of(extra: str, lines: list[str]) -> dict[str, str]:
@@ -392,54 +378,59 @@ def requirements_of(extra: str, lines: list[str]) -> dict[str, str]:
 
     The extra ``""`` is what is always needed.
     """
-    found = {}
+    bounds = {}
     for line in lines:
         requirement, _, marker = line.partition(";")
-        if extra in re.findall(r"extra\s*==\s*['\"](.*?)['\"]", marker) or (
-            not extra and not marker
-        ):
-            name, bound = re.fullmatch(
-                r"\s*([\w.-]+)(?:\[.*?\])?\s*(.*?)\s*", requirement
-            ).groups()  # type: ignore[union-attr]
-            found[name] = bound.strip("()")
-    return found
+        extras = re.findall(r"extra\s*==\s*['\"](.*?)['\"]", marker)
+        if extra in extras or (not extra and not marker):
+            match = re.fullmatch(r"\s*([\w.-]+)(?:\[.*?\])?\s*(.*?)\s*", requirement)
+            assert match is not None
+            bounds[match[1]] = match[2].strip("()")
+    return bounds
 
 
 def extra_packages(
-    extra: str, use: str, wanted: dict[str, str], versions: Versions
+    extra: str, use: str, bounds: dict[str, str], versions: Versions
 ) -> Finding:
     """The packages of an extra are installed in versions that fit."""
-    there = {name: versions(name) for name in wanted}
-    missing = [name for name, number in there.items() if number is None]
+    numbers = {name: versions(name) for name in bounds}
+    missing = [name for name, number in numbers.items() if number is None]
     fix = f"pip install 'torchrec-recstore[{extra}]'"
-    name = f"[{extra}]"
+    title = f"[{extra}]"
     if missing:
-        return Finding(name, "ok", f"{use}: not installed ({', '.join(missing)})", fix)
-    old = [
-        f"{each} {there[each]}, wanted {bound}"
-        for each, bound in wanted.items()
-        if not fits(there[each], bound)
+        description = f"{use}: not installed ({', '.join(missing)})"
+        return Finding(title, "ok", description, fix)
+    misfits = [
+        f"{name} {numbers[name]}, wanted {bound}"
+        for name, bound in bounds.items()
+        if not fits(numbers[name], bound)
     ]
-    if old:
-        return Finding(name, "warning", f"{use}: {'; '.join(old)}", f"{fix} --upgrade")
-    server = (
-        f"; {shutil.which('redis-server') or 'no redis-server on this machine'}"
-        if extra == "redis"
-        else ""
+    if misfits:
+        description = f"{use}: {'; '.join(misfits)}"
+        return Finding(title, "warning", description, f"{fix} --upgrade")
+    installed_packages = ", ".join(
+        f"{name} {number}" for name, number in numbers.items()
     )
-    return Finding(
-        name,
-        "ok",
-        f"{use}:"
-        f" {', '.join(f'{each} {number}' for each, number in there.items())}{server}",
-    )
+    description = f"{use}: {installed_packages}"
+    if extra == "redis":
+        server = shutil.which("redis-server") or "no redis-server on this machine"
+        description += f"; {server}"
+    return Finding(title, "ok", description)
 
 
 def fits(number: str | None, bound: str) -> bool:
     """Returns whether a version satisfies ``>=1.2``, ``==1.2`` or an empty specifier."""
-    found = re.match(r"(>=|==)\s*([\d.]+)", bound)
-    if number is None or found is None:
+    specifier = re.match(r"(>=|==)\s*([\d.]+)", bound)
+    if number is None or specifier is None:
         return True
-    parts = (re.findall(r"\d+", text.partition("+")[0]) for text in (number, found[2]))
-    has, wants = (tuple(map(int, each)) for each in parts)
-    return has >= wants if found[1] == ">=" else has[: len(wants)] == wants
+    version_parts = _parts_of_version(number)
+    bound_parts = _parts_of_version(specifier[2])
+    if specifier[1] == ">=":
+        return version_parts >= bound_parts
+    return version_parts[: len(bound_parts)] == bound_parts
+
+
+def _parts_of_version(number: str) -> tuple[int, ...]:
+    """Returns (2, 13, 0) of ``2.13.0+cpu``."""
+    public, _, _ = number.partition("+")
+    return tuple(int(part) for part in re.findall(r"\d+", public))
