@@ -55,10 +55,10 @@ def proxy(
     )
     proxy = Proxy(server.address)
 
-    def connected(host: str, port: int, *access: Any) -> TcpConnection:
+    def connected(host: str, port: int, **access: Any) -> TcpConnection:
         if request.param == "gRPC":
             raise OSError("the rows go by gRPC")
-        return TcpConnection(host, proxy.in_front_of(port), *access)
+        return TcpConnection(host, proxy.in_front_of(port), **access)
 
     monkeypatch.setattr(
         "torchrec_recstore_service.client.row_port.TcpConnection", connected

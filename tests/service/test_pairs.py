@@ -332,9 +332,9 @@ def test_a_backup_without_a_decision_is_not_left_out_in_silence(tmp_path: Path) 
         assert not other.take(alone, Record("b:1", ("other",)))  # the lease is held
         assert one.take(alone, both)
         assert not one.take(alone, alone)  # the record is another one
-        assert other.take(both, Record("b:1", ("other",)), of="one")
+        assert other.take(both, Record("b:1", ("other",)), holder="one")
         assert not one.take(both, both)
-        assert not one.take(both, alone, again=True)
+        assert not one.take(both, alone, renews=True)
         assert other.read() == ("other", Record("b:1", ("other",)))
         one.release()
         assert other.read()[0] == "other"

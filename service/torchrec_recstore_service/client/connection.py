@@ -512,7 +512,12 @@ class Side:
             self.metadata.append((TOKEN_KEY, token_value(access.token)))
         self.streams = Streams(self._channel, self.metadata)
         attach = partial(self.unary, "Attach", pb.AttachRequest())
-        self.row_port = RowPort(address, access.token, context, attach)
+        self.row_port = RowPort(
+            address,
+            token=access.token,
+            context=context,
+            attach=attach,
+        )
         self.transports: list[RowConnections] = []
         """The ways of rows to the server, fastest first, beside gRPC."""
         if access.shared_memory:

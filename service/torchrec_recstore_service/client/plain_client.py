@@ -163,14 +163,30 @@ class PlainClient:
         if options.expected_rows is None:
             options = replace(options, expected_rows=rows)
         check_makers(name, init_func, row_func, options)
-        spec = TableSpec(dim, dtype, optimizer, options)
-        seed = options.seed
-        row_dtype = value_dtype(dtype)
+        spec = TableSpec(
+            dim=dim,
+            dtype=dtype,
+            optimizer=optimizer,
+            options=options,
+        )
         maker: WholeTable | RowByRow | None = None
         if init_func is not None:
-            maker = WholeTable(init_func, name, seed, ids, dim, row_dtype)
+            maker = WholeTable(
+                init_func,
+                name=name,
+                seed=options.seed,
+                ids=ids,
+                dim=dim,
+                dtype=value_dtype(dtype),
+            )
         elif row_func is not None:
-            maker = RowByRow(row_func, name, seed, dim, row_dtype)
+            maker = RowByRow(
+                row_func,
+                name=name,
+                seed=options.seed,
+                dim=dim,
+                dtype=value_dtype(dtype),
+            )
         if maker is not None:
             spec = replace(spec, initial_rows=maker.digest)
         tables.create(name, spec)
@@ -404,7 +420,15 @@ class PlainClient:
 
         See :class:`ClientTable`.
         """
-        return ClientTable(self, name, shape, dtype, optimizer, options, staleness)
+        return ClientTable(
+            self,
+            name,
+            shape,
+            dtype=dtype,
+            optimizer=optimizer,
+            options=options,
+            staleness=staleness,
+        )
 
     def pooled_group(
         self, tables: Sequence[ClientTable], feature_tables: Sequence[int], pooling: Any
@@ -618,7 +642,12 @@ class PlainClient:
             return ReadRows(None, tables.pull(name, row_ids))
 
         read = found_rows if spec.initial_rows else pulled_rows
-        return TableRead(name, row_ids, read, positions)
+        return TableRead(
+            table=name,
+            ids=row_ids,
+            read=read,
+            positions=positions,
+        )
 
     def _prefetch(self, reads: Sequence[TableRead]) -> int:
         """Starts reads in another thread and returns a handle for

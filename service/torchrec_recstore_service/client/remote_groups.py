@@ -295,7 +295,12 @@ class _Updates:
                 optimizer.
         """
         updates = [
-            RowUpdate(table.name, ids, grads, learning_rate)
+            RowUpdate(
+                table=table.name,
+                ids=ids,
+                grads=grads,
+                learning_rate=learning_rate,
+            )
             for table, ids, grads in zip(self._tables, distinct, sums, strict=True)
         ]
         while len(self._pending) >= max(1, self._staleness):
@@ -376,7 +381,12 @@ class RemoteGroup(TableGroup):
     ) -> tuple[Tensor, Tensor]:
         """See ``TableGroup.training_lookup``."""
         batch, rows = self._rows(ids, self._table_counts(ids, offsets, counts))
-        pass_ = _Pass(self._free, self._workspace(), batch.distinct, rows)
+        pass_ = _Pass(
+            free=self._free,
+            workspace=self._workspace(),
+            distinct=batch.distinct,
+            rows=rows,
+        )
         pass_.workspace.write(rows)
         out, pass_.context = pass_.workspace.group.training_lookup(
             batch.places, offsets, counts, weights
@@ -475,9 +485,14 @@ class RemoteGroup(TableGroup):
         with self._updates.lock:
             included = self._updates.included
             handle = self._client.prefetch_each(self._reads(batch.distinct))
-            self._prefetched.append(
-                _Prefetched(ids, table_counts, batch, handle, included)
+            prefetched = _Prefetched(
+                ids=ids,
+                counts=table_counts,
+                batch=batch,
+                handle=handle,
+                included=included,
             )
+            self._prefetched.append(prefetched)
             if len(self._prefetched) > _MOST_PREFETCHES:
                 surplus = self._prefetched.popleft()
         if surplus is not None:

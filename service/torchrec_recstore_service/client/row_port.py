@@ -105,7 +105,11 @@ class RowPort:
     def _connected(self, place: str, offer: pb.AttachReply) -> TcpConnection:
         host, _, port = place.rpartition(":")
         return TcpConnection(
-            host.strip("[]"), int(port), self._token, self._context, offer.server
+            host.strip("[]"),
+            int(port),
+            token=self._token,
+            context=self._context,
+            server=offer.server,
         )
 
     def _reaches(self, place: str, offer: pb.AttachReply) -> bool:

@@ -472,7 +472,11 @@ class ServerSet:
         last_write = self._epoch.done
         states_of_sources = sources.describe()
         save, begin = to_reshard(
-            self.addresses, self.describe(), sources.addresses, states_of_sources, name
+            addresses=self.addresses,
+            states=self.describe(),
+            sources=sources.addresses,
+            states_of_sources=states_of_sources,
+            name=name,
         )
         for part, connection in enumerate(sources._connections):
             for file in connection.read_file(save).files:
@@ -690,8 +694,8 @@ class ServerSet:
                 return connection.write(
                     kind,
                     calls[connection],
-                    initial_calls.get(connection),
-                    values.dtype is torch.float32,
+                    initial=initial_calls.get(connection),
+                    float32=values.dtype is torch.float32,
                 )
             except NoInitialRow:
                 return None
@@ -738,7 +742,12 @@ class ServerSet:
         calls = {}
         for connection, part in self._split(tables, ids, counts).items():
             calls[connection] = TableRows(
-                tables, part.ids, part.counts, rows, part.places, **settings
+                tables,
+                ids=part.ids,
+                counts=part.counts,
+                rows=rows,
+                places=part.places,
+                **settings,
             )
         return calls
 

@@ -162,10 +162,12 @@ class SharedMemoryConnection:
         ):
             raise DoesNotFitError
         arrays = self._segment.arrays(sizes)
-        _write_arrays(call, arrays[0], arrays[1])
+        arrays[0].numpy()[:] = call.ids.numpy().view(np.uint8)
+        call.take(arrays[1], 0)
         request = pb.SegmentRequest(write=header, ids=sizes[0], rows=sizes[1])
         if initial is not None:
-            _write_arrays(initial, arrays[2], arrays[3])
+            arrays[2].numpy()[:] = initial.ids.numpy().view(np.uint8)
+            initial.take(arrays[3], 0)
             request.initial_ids = sizes[2]
             request.initial_rows = sizes[3]
         self._send(request)
@@ -207,12 +209,6 @@ def shared_memory(offer: pb.AttachReply) -> SharedMemoryConnection | None:
     it.
     """
     return SharedMemoryConnection(offer) if offer.socket and is_available() else None
-
-
-def _write_arrays(call: TableRows, ids: Tensor, rows: Tensor) -> None:
-    """Writes the ids and the rows of a call to memory, (bytes,) uint8 each."""
-    ids.numpy()[:] = call.ids.numpy().view(np.uint8)
-    call.take(rows, 0)
 
 
 _of_this_process: weakref.WeakSet[SharedMemoryConnection] = weakref.WeakSet()

@@ -129,7 +129,8 @@ class TcpConnection:
         for header, ids, begin, size in call.reads(
             epoch, _CALL_BYTES, _CALL_IDS, most_tables
         ):
-            self._send_ids(header, ids)
+            request = pb.SegmentRequest(pull=header, ids=8 * ids.numel())
+            self._send(request.SerializeToString(), [ids.numpy()])
             # Of a large reply, no more is read ahead than its message, because the rest
             # would be copied twice.
             self._read_bytes = _AHEAD_BYTES if size < _AHEAD_BYTES else _MESSAGE_BYTES
@@ -162,7 +163,9 @@ class TcpConnection:
         row_parts: list[Tensor] = []
         most_ids = max(1, min(_CALL_IDS, _CALL_BYTES // max(1, row_bytes)))
         for begin in range(0, max(1, len(ids)), most_ids):
-            self._send_ids(header, ids[begin : begin + most_ids])
+            part = ids[begin : begin + most_ids]
+            request = pb.SegmentRequest(pull=header, ids=8 * part.numel())
+            self._send(request.SerializeToString(), [part.numpy()])
             reply = self._receive()
             has_row_parts.append(torch.from_numpy(self._array(reply.found)))
             row_parts.append(torch.from_numpy(self._array(reply.rows)))
@@ -187,10 +190,6 @@ class TcpConnection:
             request.initial_rows = arrays[3].nbytes
         self._send(request.SerializeToString(), arrays)
         return int(self._receive().deleted)
-
-    def _send_ids(self, header: pb.PullHeader, ids: Tensor) -> None:
-        request = pb.SegmentRequest(pull=header, ids=8 * ids.numel())
-        self._send(request.SerializeToString(), [ids.numpy()])
 
     def _send(
         self, message: bytes, arrays: Sequence[Any], head: bytes | None = None

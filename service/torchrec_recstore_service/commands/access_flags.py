@@ -107,14 +107,14 @@ def listen_options(
     memory = int(max_request_memory * 2**30)
     options = ListenOptions(
         listen,
-        tls_cert,
-        tls_key,
-        client_ca,
-        token_file,
-        metrics,
-        max_calls,
-        max_connections,
-        memory,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        client_ca=client_ca,
+        token_file=token_file,
+        metrics=metrics,
+        max_calls=max_calls,
+        max_connections=max_connections,
+        max_request_memory=memory,
     )
     if token_file is not None:
         watched_token(token_file)

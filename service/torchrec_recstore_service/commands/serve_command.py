@@ -276,14 +276,14 @@ def serve(
 
         listening = listen_options(
             listen,
-            tls_cert,
-            tls_key,
-            client_ca,
-            token_file,
-            metrics,
-            max_calls,
-            max_connections,
-            max_request_memory,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            client_ca=client_ca,
+            token_file=token_file,
+            metrics=metrics,
+            max_calls=max_calls,
+            max_connections=max_connections,
+            max_request_memory=max_request_memory,
         )
         listening = replace(
             listening, rows_port=rows_port, advertise_rows=advertise_rows
@@ -330,7 +330,12 @@ def serve(
         schedule = None
         if save_every is not None:
             addresses_of_set = [] if servers is None else servers.split(",")
-            schedule = Schedule(save_every, keep, addresses_of_set, tls_ca)
+            schedule = Schedule(
+                save_every,
+                keep=keep,
+                servers=addresses_of_set,
+                tls_ca=tls_ca,
+            )
         options = ServerOptions(
             listening,
             data,

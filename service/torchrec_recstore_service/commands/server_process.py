@@ -169,7 +169,12 @@ def _serve(
             raise OSError(
                 f"--metrics {options.listening.metrics}: {error.strerror}"
             ) from error
-    service = ParameterServer(tables, directory, counts, options.max_write_bytes)
+    service = ParameterServer(
+        tables,
+        directory,
+        observer=counts,
+        max_write_bytes=options.max_write_bytes,
+    )
 
     def add(server: Any) -> None:
         add_ParameterServerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
@@ -189,7 +194,10 @@ def _serve(
     schedule = None
     if options.schedule is not None:
         schedule = ScheduledSaves(
-            options.schedule, options.listening, server.address, service.is_first
+            options.schedule,
+            options.listening,
+            address=server.address,
+            is_first=service.is_first,
         )
         schedule.start()
     _serve_until_saved(options, tables, service, server, stop)

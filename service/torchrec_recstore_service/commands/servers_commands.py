@@ -195,23 +195,28 @@ def connected_to(
     tls_ca: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
-    s: float,
+    timeout_s: float,
 ) -> Iterator[ServerSet]:
     """Connects to servers for the body.
 
     Errors of the body end the command with one line.
 
-    The arguments are the flags of the same names. A server counts as gone after ``s``
-    seconds.
+    The arguments are the flags of the same names. A server counts as gone after
+    ``timeout_s`` seconds.
     """
     with errors_in_one_line(), missing_in_one_line():
         from torchrec_recstore_service.client.server_set import ServerSet
         from torchrec_recstore_service.wire.access import Access
 
         token = None if token_file is None else token_file.read_text().strip()
-        connected = ServerSet(
-            addresses.split(","), Access(token, tls_ca, tls_cert, tls_key, s)
+        access = Access(
+            token=token,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            timeout_s=timeout_s,
         )
+        connected = ServerSet(addresses.split(","), access)
         try:
             yield connected
         finally:

@@ -85,7 +85,13 @@ class Handlers:
         def begin(raw: Iterator[bytes], context: Any) -> tuple[Call, Any]:
             call = Call(context.cancel, self._memory)
             keep = handler.request_streaming and not handler.response_streaming
-            requests = _Requests(raw, parse, call, keep, threads)
+            requests = _Requests(
+                raw,
+                parse=parse,
+                call=call,
+                keep=keep,
+                threads=threads,
+            )
             return call, requests
 
         def argument(requests: _Requests) -> Any:

@@ -395,9 +395,18 @@ class GrpcServer:
         # Calls that need no token have threads of their own, so that they cannot block
         # the others.
         calls = CallThreads(options.max_calls, "recstore-call")
-        open_calls = CallThreads(_OPEN_CALLS, "recstore-health", _OPEN_QUEUE)
-        watches = CallThreads(_WATCHES, "recstore-watch", _WATCHES, _WATCHES_OF_ONE)
         long_calls = CallThreads(_LONG_CALLS, "recstore-long")
+        open_calls = CallThreads(
+            _OPEN_CALLS,
+            "recstore-health",
+            queued=_OPEN_QUEUE,
+        )
+        watches = CallThreads(
+            _WATCHES,
+            "recstore-watch",
+            queued=_WATCHES,
+            of_one=_WATCHES_OF_ONE,
+        )
         self._threads = (calls, open_calls, watches, long_calls)
         self.memory = RequestMemory(options.max_request_memory)
         """The memory of the requests of all running calls."""
@@ -411,7 +420,12 @@ class GrpcServer:
         )
         threads = {"": calls, f"{_HEALTH}Check": open_calls, _WATCH: watches}
         threads |= {f"/{service}/{method}": long_calls for method in long}
-        handlers = Handlers(self._server, threads, self.memory, frozenset([_WATCH]))
+        handlers = Handlers(
+            self._server,
+            threads=threads,
+            memory=self.memory,
+            idle=frozenset([_WATCH]),
+        )
         add(handlers)
         self._names = ("", service)
         self._health = Health()

@@ -418,7 +418,13 @@ def _updates(
             raise ValueError(
                 f"the learning rate must be finite and not negative, got {rate}"
             )
-        updates.append(RowUpdate(table.table, table_ids[number], grads, rate))
+        update = RowUpdate(
+            table=table.table,
+            ids=table_ids[number],
+            grads=grads,
+            learning_rate=rate,
+        )
+        updates.append(update)
     return updates
 
 

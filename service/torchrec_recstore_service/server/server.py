@@ -85,9 +85,18 @@ class ParameterServer(ParameterServerServicer):
         self._observer = observer
         self._applied = AppliedRequests()
         self._pair = Pair()
-        self._set = SetCalls(tables, directory, self._applied, self._pair)
+        self._set = SetCalls(
+            tables,
+            directory,
+            applied=self._applied,
+            pair=self._pair,
+        )
         self._rows = RowCalls(
-            tables, self._set.write_once, observer, self._set.check, max_write_bytes
+            tables,
+            once=self._set.write_once,
+            observer=observer,
+            check_epoch=self._set.check,
+            max_write_bytes=max_write_bytes,
         )
         self._native = NativeRows(
             tables,

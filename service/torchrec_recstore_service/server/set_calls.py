@@ -280,7 +280,10 @@ class SetCalls:
 
         with self.changing(header.epoch):
             deleted = self._applied.once(
-                header.client, header.request, header.done_before, write
+                client=header.client,
+                request=header.request,
+                done_before=header.done_before,
+                action=write,
             )
         # also for a write that was carried out before, but perhaps not by the backup
         self._pair.wait()
@@ -524,7 +527,12 @@ class SetCalls:
         else:
             loaded = self._read(self._path_of(request.save), request.exact)
             specs = loaded.specs
-            self._next = _Next(request.token, request.save, request.exact, loaded)
+            self._next = _Next(
+                token=request.token,
+                save=request.save,
+                exact=request.exact,
+                loaded=loaded,
+            )
         self._next_deadline.begin(partial(self._forget_late, request.token))
         try:
             _check_parts(request, specs)
@@ -655,10 +663,10 @@ class SetCalls:
         self._rows_thread.submit(
             self._tables.write_part,
             info,
-            specs,
-            owned_by(request.member, request.slots),
-            directory.new_staging(save_id),
-            {MANIFEST: manifest},
+            specs=specs,
+            owned=owned_by(request.member, request.slots),
+            path=directory.new_staging(save_id),
+            more={MANIFEST: manifest},
         ).result()
         directory.add_prepared(save)
         self._received.forget(save_id)
@@ -774,7 +782,12 @@ class SetCalls:
             saves = [*directory.saves, *directory.prepared]
             return max((saved.number for saved in saves), default=0)
 
-        number = self._reservations.reserve(save_id, check, is_active, last_number)
+        number = self._reservations.reserve(
+            save_id,
+            check=check,
+            is_active=is_active,
+            last=last_number,
+        )
         check()
         return pb.SaveReply(number=number)
 

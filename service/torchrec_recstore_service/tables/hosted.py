@@ -515,7 +515,12 @@ class HostedTables:
             else:
                 makers[name] = partial(_new_table, name, spec, self._limits)
         new_tables = loaded_tables(chain, makers, loaded=chosen, warm=warm)
-        return Loaded(specs, new_tables, exact, self._lasting())
+        return Loaded(
+            specs=specs,
+            tables=new_tables,
+            exact=exact,
+            present=self._lasting(),
+        )
 
     def _lasting(self) -> dict[str, Hosted]:
         """Returns the tables that are not temporary, by name."""
@@ -588,11 +593,14 @@ class HostedTables:
             shards = []
             for hosted in saved.values():
                 table = hosted.table
-                snapshot = snapshots.enter_context(table.snapshot())
-                options = hosted.spec.options
-                shards.append(
-                    SavedShard(table.name, table, snapshot, options, table.state())
+                shard = SavedShard(
+                    name=table.name,
+                    table=table,
+                    snapshot=snapshots.enter_context(table.snapshot()),
+                    options=hosted.spec.options,
+                    state=table.state(),
                 )
+                shards.append(shard)
             return shards
 
     def _by_name(self) -> dict[str, Hosted]:
@@ -649,9 +657,9 @@ class HostedTables:
 def _new_table(name: str, spec: TableSpec, limits: Limits) -> Table:
     return Table(
         spec.dim,
-        spec.dtype,
-        spec.optimizer,
-        held_options(name, spec, limits),
+        dtype=spec.dtype,
+        optimizer=spec.optimizer,
+        options=held_options(name, spec, limits),
         name=name,
         shard=spec.shard[0],
     )

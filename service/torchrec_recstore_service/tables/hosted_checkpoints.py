@@ -110,11 +110,11 @@ def saved_specs(
         for name, spec in specs.items():
             check_fits(
                 name,
-                info.tables[name],
-                info.path,
-                spec.dim,
-                spec.optimizer,
-                "its specification",
+                saved=info.tables[name],
+                path=info.path,
+                dim=spec.dim,
+                optimizer=spec.optimizer,
+                owner="its specification",
                 hints=False,
             )
     except ValueError as error:
@@ -138,7 +138,12 @@ def _spec_of_model(info: CheckpointInfo, name: str) -> TableSpec:
             " whose table has this policy, and save it again"
         )
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in ROW_DTYPES}
-    return TableSpec(saved.dim, dtypes[saved.dtype], saved.optimizer, options)
+    return TableSpec(
+        dim=saved.dim,
+        dtype=dtypes[saved.dtype],
+        optimizer=saved.optimizer,
+        options=options,
+    )
 
 
 @dataclass(frozen=True)
@@ -252,11 +257,11 @@ def check_loadable(
         optimizer = spec.optimizer if warm.optimizer else None
         check_fits(
             name,
-            info.tables[source.saved_name],
-            info.path,
-            dim,
-            optimizer,
-            "this process",
+            saved=info.tables[source.saved_name],
+            path=info.path,
+            dim=dim,
+            optimizer=optimizer,
+            owner="this process",
         )
         if source.spec.initial_rows != spec.initial_rows:
             raise ValueError(
@@ -306,7 +311,11 @@ def loaded_tables(
                 function = None if loaded is None else loaded[name].function
                 saved_dim = chain[-1].tables[saved_name].dim
                 without_state = RowsWithoutState(
-                    name, table.optimizer, saved_dim, table.dim, function
+                    name=name,
+                    optimizer=table.optimizer,
+                    saved_dim=saved_dim,
+                    dim=table.dim,
+                    function=function,
                 )
             expected_rows = chain[-1].tables[saved_name].rows if owned is None else 0
             load_rows(

@@ -70,11 +70,11 @@ class Limits:
 def limits_of(options: TableOptions) -> Limits:
     """Returns the bounds of ``options`` as bounds of all tables of a process."""
     return Limits(
-        options.max_rows,
-        options.eviction,
-        options.expiry,
-        options.admission,
-        options.cold_store,
+        max_rows=options.max_rows,
+        eviction=options.eviction,
+        expiry=options.expiry,
+        admission=options.admission,
+        cold_store=options.cold_store,
     )
 
 
