@@ -1,8 +1,9 @@
-"""TorchRec's introductory tutorial, step by step, with RecStore tables and raw 64-bit
-ids.
+"""TorchRec's introductory tutorial, step by step, with RecStore tables and raw ids.
 
-    python examples/tutorial.py                                # one process
-    torchrun --nproc-per-node 2 examples/tutorial.py           # two processes, which share the tables
+    # one process
+    python examples/tutorial.py
+    # two processes, which share the tables
+    torchrun --nproc-per-node 2 examples/tutorial.py
 
 The steps are those of
 https://pytorch.org/tutorials/intermediate/torchrec_intro_tutorial.html, with the same
@@ -49,7 +50,8 @@ title("Embeddings in PyTorch")
 import torch
 
 torch.manual_seed(0)
-num_embeddings, embedding_dim = 10, 4
+num_embeddings = 10
+embedding_dim = 4
 weights = torch.rand(num_embeddings, embedding_dim)
 embedding = torch.nn.Embedding(num_embeddings, embedding_dim, _weight=weights)
 embedding_bag = torch.nn.EmbeddingBag(num_embeddings, embedding_dim, _weight=weights)
@@ -75,13 +77,10 @@ except IndexError as error:
 from torchrec_recstore import Table
 
 table = Table(embedding_dim)
-show("RecStore table, before:", table.lookup(raw_ids), "rows:", len(table))
-show(
-    "RecStore table, trained on:",
-    table.lookup(raw_ids, train=True),
-    "rows:",
-    len(table),
-)
+rows = table.lookup(raw_ids)
+show("RecStore table, before:", rows, "rows:", len(table))
+rows = table.lookup(raw_ids, train=True)
+show("RecStore table, trained on:", rows, "rows:", len(table))
 
 title("From EmbeddingBag to EmbeddingBagCollection")
 
@@ -150,7 +149,8 @@ kjt = KeyedJaggedTensor.from_jt_dict({"product": product_jt, "user": user_jt})
 show("Keys:", kjt.keys())
 show("Lengths:", kjt.lengths())
 show("Values:", kjt.values())
-show("to_dict:", {key: feature.to_dense() for key, feature in kjt.to_dict().items()})
+lists = {key: feature.to_dense() for key, feature in kjt.to_dict().items()}
+show("to_dict:", lists)
 show(kjt)
 
 # The result of a lookup is a KeyedTensor, which has a vector for each sample and
@@ -351,9 +351,7 @@ title("Training")
 
 
 def loss_of_batch() -> torch.Tensor:
-    """Returns the loss of the batch: the sum of the differences between one and its
-    embeddings.
-    """
+    """Returns the sum of the differences between one and the embeddings of the batch."""
     pooled = sharded_ebc_fused_params(kjt).wait().values()
     return torch.sum(torch.ones_like(pooled) - pooled)
 
@@ -373,22 +371,18 @@ title("Bounded memory")
 
 from torchrec_recstore import LRU, RecStoreConstraints, TableOptions
 
-constraints = {
-    "product_table": RecStoreConstraints(
-        sharding_types=["table_wise"], options=TableOptions(max_rows=4, eviction=LRU())
-    )
-}
+options = TableOptions(max_rows=4, eviction=LRU())
+constraint = RecStoreConstraints(sharding_types=["table_wise"], options=options)
 bounded_planner = RecStorePlanner(
     topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"),
-    constraints=constraints,
+    constraints={"product_table": constraint},
 )
 bounded_plan = bounded_planner.collective_plan(ebc, [sharder], pg)
 bounded_ebc = sharder.shard(ebc, bounded_plan.plan[""], env, cpu)
 for day in range(3):  # each day has three new products
-    of_day = KeyedJaggedTensor(
-        kjt.keys(), values=kjt.values() + 1000 * day, lengths=kjt.lengths()
-    )
-    bounded_ebc(of_day).wait().values().sum().backward()
+    ids_of_day = kjt.values() + 1000 * day
+    batch = KeyedJaggedTensor(kjt.keys(), values=ids_of_day, lengths=kjt.lengths())
+    bounded_ebc(batch).wait().values().sum().backward()
 stats = table_stats(bounded_ebc)["product_table"]
 show("Rows in memory:", stats.rows)
 show("Rows that have left:", stats.evicted)
@@ -422,9 +416,8 @@ import torchrec.fx
 
 graph = torchrec.fx.symbolic_trace(quant_ebc)
 scripted = torch.jit.script(graph)
-show(
-    "Scripted, the same:", torch.equal(scripted(kjt).values(), quant_ebc(kjt).values())
-)
+is_same = torch.equal(scripted(kjt).values(), quant_ebc(kjt).values())
+show("Scripted, the same:", is_same)
 
 # All processes end at the same time.
 

@@ -35,24 +35,21 @@ def _in_one_line(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if not error.strerror:
+            raise DataError(str(error)) from error
         # The error may name a file inside the checkpoint.
-        line = (
-            f"{error.filename or path}: {error.strerror}"
-            if error.strerror
-            else str(error)
-        )
-        raise DataError(line) from error
+        raise DataError(f"{error.filename or path}: {error.strerror}") from error
     except ValueError as error:
         raise DataError(str(error)) from error
 
 
 @contextmanager
-def _rows_shown(what: str) -> Iterator[Callable[[int, int], None]]:
+def _rows_shown(label: str) -> Iterator[Callable[[int, int], None]]:
     """Shows a bar of rank 0's rows.
 
     Yields a function of the number of completed rows and the total number.
     """
-    with progress_bar(desc=what, unit=" rows", total=0, leave=False) as bar:
+    with progress_bar(desc=label, unit=" rows", total=0, leave=False) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
@@ -79,8 +76,9 @@ class CheckpointFolder:
         self.keep = keep
 
     def sweep(self) -> None:
-        """Removes the incomplete checkpoints that a killed run left while it saved or
-        deleted.
+        """Removes the incomplete checkpoints of a killed run.
+
+        A run leaves them if it is killed while it saves or deletes a checkpoint.
 
         Raises:
             DataError: A file cannot be removed.
@@ -88,34 +86,34 @@ class CheckpointFolder:
 
         def remove() -> None:
             with _in_one_line(self.path):
-                for rest in self.path.glob(".step-*"):
-                    if rest.is_dir():
-                        shutil.rmtree(rest)
+                for incomplete in self.path.glob(".step-*"):
+                    if incomplete.is_dir():
+                        shutil.rmtree(incomplete)
                     else:
-                        rest.unlink()
+                        incomplete.unlink()
 
         on_rank_0(remove)
 
-    def _all(self) -> list[Path]:
+    def _paths(self) -> list[Path]:
         """Returns the paths of the checkpoints, the oldest first."""
-        found = ((_NAME.fullmatch(entry.name), entry) for entry in self.path.iterdir())
-        return [
-            entry
-            for _, entry in sorted(
-                (int(name[1]), entry) for name, entry in found if name
-            )
-        ]
+        numbered_paths = []
+        for path in self.path.iterdir():
+            name = _NAME.fullmatch(path.name)
+            if name:
+                numbered_paths.append((int(name[1]), path))
+        return [path for _, path in sorted(numbered_paths)]
 
     def newest(self) -> CheckpointInfo | None:
-        """Returns the metadata of the newest checkpoint, or None if there is no
-        checkpoint.
+        """Returns the metadata of the newest checkpoint.
+
+        It is None if there is no checkpoint.
 
         Raises:
             DataError: The checkpoint cannot be read.
         """
 
         def read() -> CheckpointInfo | None:
-            paths = self._all()
+            paths = self._paths()
             if not paths:
                 return None
             with _in_one_line(paths[-1]):
@@ -137,8 +135,9 @@ class CheckpointFolder:
             return load_checkpoint(model, path, progress=progress).training_state or {}
 
     def save(self, model: nn.Module, step: int, training_state: dict[str, Any]) -> None:
-        """Saves a checkpoint, reports it on stderr, and deletes the checkpoints that
-        are no longer kept.
+        """Saves a checkpoint, and reports it on stderr.
+
+        The checkpoints that are no longer kept are deleted.
 
         Args:
             model: The model, wrapped in ``DistributedModelParallel``.
@@ -163,30 +162,31 @@ class CheckpointFolder:
                 f"checkpoint {path}: {decimal(info.bytes)} in {seconds:.1f} s",
                 file=sys.stderr,
             )
-        on_rank_0(self._clear)
+        on_rank_0(self._delete_old)
 
-    def _clear(self) -> None:
-        paths = self._all()
+    def _delete_old(self) -> None:
+        paths = self._paths()
         needed = self._needed(paths)
         for path in paths:
             if Path(os.path.abspath(path)) not in needed:
                 with _in_one_line(path):
                     # An incomplete checkpoint must not be visible, so it is hidden
                     # before it is deleted.
-                    shutil.rmtree(path.rename(path.with_name(f".{path.name}.removing")))
+                    hidden = path.rename(path.with_name(f".{path.name}.removing"))
+                    shutil.rmtree(hidden)
 
     def _needed(self, paths: list[Path]) -> set[Path]:
         """Returns the newest checkpoints and the checkpoints that they are based on."""
         present = {Path(os.path.abspath(path)) for path in paths}
         needed: set[Path] = set()
         for path in paths[-self.keep :]:
-            place: Path | None = Path(os.path.abspath(path))
-            while place in present - needed:
-                needed.add(place)
+            checkpoint: Path | None = Path(os.path.abspath(path))
+            while checkpoint in present and checkpoint not in needed:
+                needed.add(checkpoint)
                 try:
-                    place = read_info(place).base
+                    checkpoint = read_info(checkpoint).base
                 except (ValueError, OSError):
-                    # a checkpoint that cannot be read cannot be loaded, so its base is
-                    # not needed
-                    place = None
+                    # A checkpoint that cannot be read cannot be loaded, so its base is
+                    # not needed.
+                    checkpoint = None
         return needed

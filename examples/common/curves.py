@@ -13,12 +13,16 @@ if TYPE_CHECKING:
 
 
 OVERVIEW = (
-    *(
-        f"{kind}/{part}"
-        for kind in ("loss", "AUC")
-        for part in ("training", "validation", "test")
-    ),
-    *("speed/samples_per_second", "memory/processes", "rows/all", "hit_rate/all"),
+    "loss/training",
+    "loss/validation",
+    "loss/test",
+    "AUC/training",
+    "AUC/validation",
+    "AUC/test",
+    "speed/samples_per_second",
+    "memory/processes",
+    "rows/all",
+    "hit_rate/all",
 )
 """The curves that matter first. TensorBoard shows them below its first heading."""
 
@@ -30,20 +34,23 @@ def tensorboard_tag(name: str) -> str:
 
     TensorBoard shows tags with the same first part below one heading, in ASCII order.
     """
-    kind, _, of = name.partition("/")
     if name in OVERVIEW:
         return f"Overview/{name}"
-    return f"tables/{of}/{kind}" if kind in _TABLES else f"Steps/{name}"
+    kind, _, table = name.partition("/")
+    if kind in _TABLES:
+        return f"tables/{table}/{kind}"
+    return f"Steps/{name}"
 
 
 def curve_name(tag: str) -> str:
-    """Returns the name of the curve that has a tag: the inverse of
-    :func:`tensorboard_tag`.
+    """Returns the name of the curve that has a tag.
+
+    It is the inverse of :func:`tensorboard_tag`.
     """
     heading, _, name = tag.partition("/")
     if heading == "tables":
-        of, _, kind = name.rpartition("/")
-        return f"{kind}/{of}"
+        table, _, kind = name.rpartition("/")
+        return f"{kind}/{table}"
     return name
 
 
@@ -76,11 +83,14 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
-    points = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    return {
-        curve_name(tag): Curve([p.step for p in each], [p.value for p in each])
-        for tag, each in points.items()
-    }
+    curves = {}
+    for tag in events.Tags()["scalars"]:
+        points = events.Scalars(tag)
+        curves[curve_name(tag)] = Curve(
+            samples=[point.step for point in points],
+            values=[point.value for point in points],
+        )
+    return curves
 
 
 class CurveWriter:
@@ -101,14 +111,14 @@ class CurveWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         _silence_writer_threads()
-        before = read_curves(folder) if has_curves(folder) else {}
+        older_curves = read_curves(folder) if has_curves(folder) else {}
+        self._samples = samples
         # The validation of an epoch may have been written after the checkpoint of the
         # epoch's last step. Such points are not written again.
-        self._samples = samples
-        self._there = {
-            name for name, curve in before.items() if samples in curve.samples
+        self._has_first_point = {
+            name for name, curve in older_curves.items() if samples in curve.samples
         }
-        purge = samples + 1 if before else None
+        purge = samples + 1 if older_curves else None
         self._writer: SummaryWriter | None = SummaryWriter(
             str(folder), purge_step=purge
         )  # type: ignore[no-untyped-call]
@@ -117,21 +127,17 @@ class CurveWriter:
         """Adds a point to each of the named curves and writes the points to the disk."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        new = {
-            name: value
-            for name, value in values.items()
-            if samples > self._samples or name not in self._there
-        }
-        points = [
-            Summary.Value(tag=tensorboard_tag(name), simple_value=value)
-            for name, value in new.items()
-        ]
+        points = []
+        for name, value in values.items():
+            if samples > self._samples or name not in self._has_first_point:
+                tag = tensorboard_tag(name)
+                points.append(Summary.Value(tag=tag, simple_value=value))
         summary = Summary(value=points)
 
         def write(writer: SummaryWriter) -> None:
             # All values are one record, so that a killed run leaves either all or none
-            # of them. A call of add_scalar for each value would take twice as long as
-            # the rest of a point.
+            # of them. Calls of add_scalar would take twice as long as the other work
+            # for a point.
             writer.file_writer.add_summary(summary, samples)
             # The points must be on the disk before the next checkpoint, from which a
             # run may be resumed.
@@ -155,13 +161,14 @@ class CurveWriter:
 
 
 def _silence_writer_threads() -> None:
-    """Hides the traceback of TensorBoard's writing thread, because the next call raises
-    the same error.
+    """Hides the traceback of TensorBoard's writing thread.
+
+    The next call of the writer raises the same error.
     """
-    before = threading.excepthook
+    previous_hook = threading.excepthook
 
     def hook(failure: threading.ExceptHookArgs) -> None:
         if type(failure.thread).__name__ != "_AsyncWriterThread":
-            before(failure)
+            previous_hook(failure)
 
     threading.excepthook = hook

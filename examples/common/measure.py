@@ -1,5 +1,6 @@
-"""Measures what the curves of a run show: the parts of a step's time, loss, AUC,
-memory, and the counts of tables.
+"""Measures what the curves of a run show.
+
+They show the parts of a step's time, loss, AUC, memory, and the counts of tables.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ It limits the memory of a run.
 
 def resident_bytes() -> int:
     """Returns the resident memory of this process in bytes, including shared memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
-        "SC_PAGE_SIZE"
-    )
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class StepSplit:
@@ -56,7 +56,10 @@ class StepSplit:
     def __init__(self, model: nn.Module) -> None:
         self._seconds = dict.fromkeys(PART_TITLES, 0.0)
         self._running = False
-        self._begin = self._dist_begin = self._lookup_begin = self._update_begin = 0.0
+        self._begin = 0.0
+        self._dist_begin = 0.0
+        self._lookup_begin = 0.0
+        self._update_begin = 0.0
         for module in model.modules():
             if isinstance(module, ShardedEmbeddingModule):
                 module.register_forward_pre_hook(self._dist_begins)
@@ -88,10 +91,11 @@ class StepSplit:
 
     def take(self) -> dict[str, float]:
         """Returns the time in seconds of each part since the last call."""
-        seconds, self._seconds = self._seconds, dict.fromkeys(PART_TITLES, 0.0)
+        seconds = self._seconds
+        self._seconds = dict.fromkeys(PART_TITLES, 0.0)
         # "dense" contains the whole step up to here.
         seconds["dense"] -= sum(
-            spent for part, spent in seconds.items() if part != "dense"
+            part_s for part, part_s in seconds.items() if part != "dense"
         )
         return seconds
 
@@ -127,7 +131,8 @@ class Window:
     """The steps between two points."""
 
     def __init__(self) -> None:
-        self.steps = self.samples = 0
+        self.steps = 0
+        self.samples = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._scored: deque[tuple[Tensor, Tensor]] = deque()
         self._scored_samples = 0
@@ -153,27 +158,21 @@ class Window:
         Args:
             seconds: The time of each part of the steps; see :meth:`StepSplit.take`.
         """
-        sums = torch.stack(
-            [self._loss_sum, torch.tensor(resident_bytes(), dtype=torch.float64)]
-        )
+        memory = torch.tensor(resident_bytes(), dtype=torch.float64)
+        sums = torch.stack([self._loss_sum, memory])
         dist.all_reduce(sums)
-        loss = float(sums[0]) / (self.samples * dist.get_world_size())
-        auc = (
-            _auc(*map(torch.cat, zip(*self._scored, strict=True)))
-            if self._scored
-            else {}
-        )
-        split = {
-            f"step_ms/{part}": 1e3 * spent / self.steps
-            for part, spent in seconds.items()
+        points = {
+            "loss/training": float(sums[0]) / (self.samples * dist.get_world_size()),
+            "memory/processes": float(sums[1]),
         }
-        speed = {"speed/samples_per_second": self.samples / sum(seconds.values())}
-        return (
-            {"loss/training": loss, "memory/processes": float(sums[1])}
-            | auc
-            | split
-            | speed
-        )
+        if self._scored:
+            logits = torch.cat([step_logits for step_logits, _ in self._scored])
+            labels = torch.cat([step_labels for _, step_labels in self._scored])
+            points |= _auc(logits, labels)
+        for part, part_s in seconds.items():
+            points[f"step_ms/{part}"] = 1e3 * part_s / self.steps
+        points["speed/samples_per_second"] = self.samples / sum(seconds.values())
+        return points
 
 
 def _auc(logits: Tensor, labels: Tensor) -> dict[str, float]:
@@ -183,41 +182,43 @@ def _auc(logits: Tensor, labels: Tensor) -> dict[str, float]:
     """
     # One tensor is sent instead of two. It is float64, because the float32 sigmoid of
     # large logits is exactly 1, which would make ties.
-    mine = torch.stack([logits.double(), labels.double()])
-    every = (
-        [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        if dist.get_rank() == 0
-        else None
-    )
-    dist.gather(mine, every)
-    if every is None:
+    scores = torch.stack([logits.double(), labels.double()])
+    scores_of_ranks = None
+    if dist.get_rank() == 0:
+        scores_of_ranks = [
+            torch.empty_like(scores) for _ in range(dist.get_world_size())
+        ]
+    dist.gather(scores, scores_of_ranks)
+    if scores_of_ranks is None:
         return {}
-    logits, labels = torch.cat(every, dim=1)
+    logits, labels = torch.cat(scores_of_ranks, dim=1)
     if labels.min() == labels.max():
         return {}
-    return {
-        "AUC/training": float(
-            binary_auroc(logits.sigmoid(), labels.long(), validate_args=False)
-        )
-    }
+    auc = binary_auroc(logits.sigmoid(), labels.long(), validate_args=False)
+    return {"AUC/training": float(auc)}
 
 
 def table_points(
-    before: Mapping[str, TableStats], now: Mapping[str, TableStats]
+    earlier: Mapping[str, TableStats], later: Mapping[str, TableStats]
 ) -> dict[str, float]:
-    """Returns the points of the curves of each table and of all tables."""
-    done = since(before, now)
-    values: dict[str, float] = {
-        "memory/tables": sum(stats.bytes for stats in now.values())
+    """Returns the points of the curves of each table and of all tables.
+
+    Args:
+        earlier: The statistics of the tables at the previous point.
+        later: The statistics of the tables now.
+    """
+    tables = since(earlier, later)
+    tables_and_sum = {**tables, ALL: total(tables)}
+    points: dict[str, float] = {
+        "memory/tables": sum(stats.bytes for stats in later.values())
     }
-    for name, stats in [*done.items(), (ALL, total(done))]:
-        values |= {f"rows/{name}": stats.rows, f"bytes/{name}": stats.bytes}
+    for name, stats in tables_and_sum.items():
+        points[f"rows/{name}"] = stats.rows
+        points[f"bytes/{name}"] = stats.bytes
         if stats.lookups:  # only RecStore tables count lookups
             unseen = stats.misses - stats.cold_hits
-            values |= {
-                f"hit_rate/{name}": stats.hits / stats.lookups,
-                f"unseen_share/{name}": unseen / stats.lookups,
-            }
-            values |= {f"insert_rate/{name}": stats.inserts / stats.lookups}
-            values |= {f"eviction_rate/{name}": stats.evicted / stats.lookups}
-    return values
+            points[f"hit_rate/{name}"] = stats.hits / stats.lookups
+            points[f"unseen_share/{name}"] = unseen / stats.lookups
+            points[f"insert_rate/{name}"] = stats.inserts / stats.lookups
+            points[f"eviction_rate/{name}"] = stats.evicted / stats.lookups
+    return points

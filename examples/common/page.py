@@ -13,6 +13,7 @@ from common.report import (
     ALL,
     PART_TITLES,
     counted_since,
+    hit_rate,
     plain,
     share,
     short,
@@ -25,68 +26,110 @@ from common.style import REST, Line, Points, cell, document, facts, figure
 from torchrec_recstore import TableStats
 
 NAMED_TABLES = 5
+"""The number of tables that have their own colour and name in a plot."""
+
+LOSSES = {
+    "training": "loss/training",
+    "validation": "loss/validation",
+    "test": "loss/test",
+}
+AUCS = {
+    "training": "AUC/training",
+    "validation": "AUC/validation",
+    "test": "AUC/test",
+}
+RATES = {
+    "hits": f"hit_rate/{ALL}",
+    "rows made": f"insert_rate/{ALL}",
+    "rows evicted": f"eviction_rate/{ALL}",
+}
+MEMORY = {
+    "processes": "memory/processes",
+    "of these, tables": "memory/tables",
+}
+SPEED = {"samples/s": "speed/samples_per_second"}
+LEARNING_RATES = {
+    "embeddings": "learning_rate/embeddings",
+    "dense": "learning_rate/dense",
+}
+
+SHOWN_COUNTS = (
+    "lookups",
+    "inserts",
+    "evicted",
+    "expired",
+    "refused",
+    "cold_rows",
+    "cold_hits",
+    "nonfinite",
+)
 
 
 def draw(curves: Mapping[str, Curve]) -> dict[str, str]:
     """Returns the plots whose curves exist as HTML, by name."""
-    kinds = ("training", "validation", "test")
-    rates = {"hits": "hit", "rows made": "insert", "rows evicted": "eviction"}
-    learning = {name: f"learning_rate/{name}" for name in ("embeddings", "dense")}
-    if all(
-        len(set(curves[tag].values)) == 1 for tag in learning.values() if tag in curves
-    ):
-        learning = {}  # constant rates are listed in the settings
-    four, three = "{:.4f}".format, "{:.3g}".format
-    memory = {"processes": "memory/processes", "of these, tables": "memory/tables"}
-    unseen = (
-        "Lookups of ids without a row",
-        curves,
-        "unseen_share",
-        "share of the ids looked up",
-        share,
-    )
     figures = {
         "loss": _lines(
             "Loss",
             curves,
-            {kind: f"loss/{kind}" for kind in kinds},
-            "mean loss",
-            four,
-            three,
+            LOSSES,
+            unit="mean loss",
+            str_of="{:.4f}".format,
+            tick_of="{:.3g}".format,
         ),
         "auc": _lines(
             "AUC",
             curves,
-            {kind: f"AUC/{kind}" for kind in kinds},
-            "area under the ROC curve",
-            four,
-            three,
+            AUCS,
+            unit="area under the ROC curve",
+            str_of="{:.4f}".format,
+            tick_of="{:.3g}".format,
         ),
         "rows": _per_table(
-            "Rows of each table", curves, "rows", "rows in memory", short
+            "Rows of each table",
+            curves,
+            kind="rows",
+            unit="rows in memory",
+            str_of=short,
         ),
-        "unseen": _per_table(*unseen),
+        "unseen": _per_table(
+            "Lookups of ids without a row",
+            curves,
+            kind="unseen_share",
+            unit="share of the ids looked up",
+            str_of=share,
+        ),
         "rates": _lines(
             "Hits, inserts and evictions",
             curves,
-            {name: f"{tag}_rate/{ALL}" for name, tag in rates.items()},
-            "for each id looked up",
-            share,
+            RATES,
+            unit="for each id looked up",
+            str_of=share,
         ),
-        "memory": _lines("Memory", curves, memory, "bytes", short_bytes),
+        "memory": _lines("Memory", curves, MEMORY, unit="bytes", str_of=short_bytes),
         "step_time": _step_time(curves),
         "speed": _lines(
-            "Speed",
-            curves,
-            {"samples/s": "speed/samples_per_second"},
-            "training samples a second",
-            short,
+            "Speed", curves, SPEED, unit="training samples a second", str_of=short
         ),
-        "learning_rate": _lines(
-            "Learning rates", curves, learning, "rate", "{:.2g}".format
-        ),
+        "learning_rate": _learning_rates(curves),
     }
     return {name: figure for name, figure in figures.items() if figure}
+
+
+def _learning_rates(curves: Mapping[str, Curve]) -> str:
+    """Draws the learning rates, unless all are constant.
+
+    Constant rates are listed in the settings.
+    """
+    rates = [curves[tag] for tag in LEARNING_RATES.values() if tag in curves]
+    if all(len(set(curve.values)) == 1 for curve in rates):
+        return ""
+    return _lines(
+        "Learning rates",
+        curves,
+        LEARNING_RATES,
+        unit="rate",
+        str_of="{:.2g}".format,
+    )
 
 
 def _lines(
@@ -97,16 +140,25 @@ def _lines(
     str_of: Callable[[float], str],
     tick_of: Callable[[float], str] | None = None,
 ) -> str:
-    """Draws a line for each curve, with its label.
+    """Draws a line for each curve that exists, with its label.
 
-    Axes of losses and AUCs do not begin at zero.
+    Args:
+        title: The title of the plot.
+        curves: All curves of the run, by tag.
+        parts: The tags of the plot's curves, by label.
+        unit: The unit of the heights.
+        str_of: A function that formats a height in the text below the plot.
+        tick_of: A function that formats a height at the axis, which then does not begin
+            at zero. Losses and AUCs need it. Default: ``str_of``.
     """
-    found = {label: curves[tag] for label, tag in parts.items() if tag in curves}
-    ends = ", ".join(
-        f"{label} {str_of(curve.values[-1])}" for label, curve in found.items()
-    )
-    text = f"{title} over training samples ({unit}). At the end: {ends}."
-    lines = [Line(label, _points(curve)) for label, curve in found.items()]
+    lines = []
+    ends = []
+    for label, tag in parts.items():
+        if tag in curves:
+            curve = curves[tag]
+            lines.append(Line(label, _points(curve)))
+            ends.append(f"{label} {str_of(curve.values[-1])}")
+    text = f"{title} over training samples ({unit}). At the end: {', '.join(ends)}."
     return _figure(title, text, lines, tick_of or str_of, unit, zero=tick_of is None)
 
 
@@ -121,47 +173,59 @@ def _per_table(
 
     The tables that are highest at the end have a name; the other lines are grey.
     """
-    tables = {
-        tag.partition("/")[2]: curve
-        for tag, curve in curves.items()
-        if tag.startswith(f"{kind}/")
-    }
-    whole = tables.pop(ALL, None)
-    by_end = sorted(
-        tables,
-        key=lambda table: (tables[table].values[-1], sum(tables[table].values)),
-        reverse=True,
-    )
-    named, others = by_end[:NAMED_TABLES], by_end[NAMED_TABLES:]
-    lines = [
-        Line(
-            f"{len(others)} other tables" if number == 0 else "",
-            _points(tables[table]),
-            REST,
-        )
-        for number, table in enumerate(others)
-    ]
-    lines += [Line(table, _points(tables[table])) for table in named]
-    if kind != "rows" and whole is not None:
-        lines.append(Line("all tables", _points(whole), "currentColor"))
+    tables = _curves_of_tables(curves, kind)
+    total_curve = tables.pop(ALL, None)
+
+    def height(table: str) -> tuple[float, float]:
+        values = tables[table].values
+        return values[-1], sum(values)
+
+    by_height = sorted(tables, key=height, reverse=True)
+    named = by_height[:NAMED_TABLES]
+    unnamed = by_height[NAMED_TABLES:]
+    lines = []
+    for number, table in enumerate(unnamed):
+        label = f"{len(unnamed)} other tables" if number == 0 else ""
+        lines.append(Line(label, _points(tables[table]), REST))
+    for table in named:
+        lines.append(Line(table, _points(tables[table])))
+    if kind != "rows" and total_curve is not None:
+        lines.append(Line("all tables", _points(total_curve), "currentColor"))
+
     ends = ", ".join(f"{table} {str_of(tables[table].values[-1])}" for table in named)
-    every = "" if whole is None else f"; all tables {str_of(whole.values[-1])}"
-    text = f"{title} over training samples ({unit}). Highest at the end: {ends}{every}."
+    if total_curve is not None:
+        ends += f"; all tables {str_of(total_curve.values[-1])}"
+    text = f"{title} over training samples ({unit}). Highest at the end: {ends}."
     return _figure(title, text, lines, str_of, unit)
 
 
+def _curves_of_tables(curves: Mapping[str, Curve], kind: str) -> dict[str, Curve]:
+    """Returns the curves of a kind by table, with ``ALL`` for their sum."""
+    by_table = {}
+    for tag, curve in curves.items():
+        tag_kind, _, table = tag.partition("/")
+        if tag_kind == kind:
+            by_table[table] = curve
+    return by_table
+
+
 def _step_time(curves: Mapping[str, Curve]) -> str:
-    found = {
-        title: curves[f"step_ms/{part}"]
-        for part, title in PART_TITLES.items()
-        if f"step_ms/{part}" in curves
-    }
-    whole = sum(sum(curve.values) for curve in found.values())
-    shares = ", ".join(
-        f"{title} {share(sum(curve.values) / whole)}" for title, curve in found.items()
+    """Draws the parts of a step's time on top of each other."""
+    parts = {}
+    for part, title in PART_TITLES.items():
+        tag = f"step_ms/{part}"
+        if tag in curves:
+            parts[title] = curves[tag]
+    total_ms = sum(sum(curve.values) for curve in parts.values())
+    lines = []
+    shares = []
+    for title, curve in parts.items():
+        lines.append(Line(title, _points(curve)))
+        shares.append(f"{title} {share(sum(curve.values) / total_ms)}")
+    text = (
+        "Time of a step on rank 0 over training samples, in ms. In all:"
+        f" {', '.join(shares)}."
     )
-    text = f"Time of a step on rank 0 over training samples, in ms. In all: {shares}."
-    lines = [Line(title, _points(curve)) for title, curve in found.items()]
     return _figure("Time of a step", text, lines, short, "ms a step", stacked=True)
 
 
@@ -175,20 +239,35 @@ def _figure(
     lines: Sequence[Line],
     tick_of: Callable[[float], str],
     unit: str,
-    **how: Any,
+    zero: bool = True,
+    stacked: bool = False,
 ) -> str:
-    axes = {
-        "x_of": short,
-        "x_unit": "training samples",
-        "unit": unit,
-        "left": 0.0,
-        "zero": True,
-    }
-    return figure(title, text, lines, tick_of, **axes | how) if lines else ""
+    """Returns a plot over the training samples, or an empty text without lines."""
+    if not lines:
+        return ""
+    return figure(
+        title,
+        text,
+        lines,
+        tick_of,
+        unit=unit,
+        x_of=short,
+        x_unit="training samples",
+        first_x=0.0,
+        zero=zero,
+        stacked=stacked,
+    )
 
 
-RUN_FILE, PAGE_FILE = "run.json", "report.html"
+RUN_FILE = "run.json"
+PAGE_FILE = "report.html"
 TITLES = {"dlrm": "DLRM on a click log"}
+
+ABOUT_CURVES = (
+    "A point describes the steps since the previous point. Times are those of rank 0."
+    " Lookups count each id of a step once. Ids without a row are new ids, ids whose row"
+    " was evicted or has expired, and ids that are not admitted yet."
+)
 
 
 def write_report(folder: Path) -> Path:
@@ -206,9 +285,9 @@ def write_report(folder: Path) -> Path:
     """
     if not has_curves(folder):
         raise FileNotFoundError(f"{folder}: no run has written curves there")
-    about, curves = read_about(folder), read_curves(folder)
+    text = _page(folder, read_about(folder), read_curves(folder))
     page = folder / PAGE_FILE
-    write_whole(page, _page(folder, about, curves).encode())
+    write_whole(page, text.encode())
     return page
 
 
@@ -227,36 +306,24 @@ def read_about(folder: Path) -> dict[str, Any]:
 def _page(folder: Path, about: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
     title = TITLES.get(about.get("example", ""), "Training run")
     result = about.get("result") or {}
-    settings = about.get("settings") or {}
+    plots = "".join(draw(curves).values()) or "<p>The run has no point yet.</p>"
+    plain_results = {
+        name: value for name, value in result.items() if not isinstance(value, Mapping)
+    }
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="faint">{escape(_when(folder, about, curves))}</p>',
         _facts(result, curves),
         "<h2>Curves</h2>",
-        (
-            "<div"
-            f' class="plots">{"".join(draw(curves).values()) or "<p>The run has no point yet.</p>"}</div>'
-        ),
-        (
-            '<p class="faint">A point describes the steps since the previous point.'
-            " Times are those of rank 0. Lookups count each id of a step once. Ids"
-            " without a row are new ids, ids whose row was evicted or has expired, and"
-            " ids that are not admitted yet.</p>"
-        ),
+        f'<div class="plots">{plots}</div>',
+        f'<p class="faint">{ABOUT_CURVES}</p>',
         "<h2>Tables</h2>",
         _tables(result, curves),
         '<div class="columns">',
-        _section("Settings", settings),
+        _section("Settings", about.get("settings") or {}),
         _section("Versions", about.get("versions") or {}),
         _section("Machine", about.get("machine") or {}),
-        _section(
-            "Result",
-            {
-                name: value
-                for name, value in result.items()
-                if not isinstance(value, Mapping)
-            },
-        ),
+        _section("Result", plain_results),
         "</div>",
     ]
     return document(f"{title} - {folder.absolute().name}", "\n".join(body))
@@ -276,8 +343,9 @@ def _when(folder: Path, about: Mapping[str, Any], curves: Mapping[str, Curve]) -
 
 
 def _facts(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
-    """Returns the main numbers as HTML, from the result or, if there is no result, from
-    the last points.
+    """Returns the main numbers of a run as HTML.
+
+    They are those of the result or, if there is no result, of the last points.
     """
 
     def last(tag: str) -> float | None:
@@ -297,17 +365,16 @@ def _facts(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
         "rows": sum(rows.values()) if rows else last(f"rows/{ALL}"),
         "memory": last("memory/processes"),
     }
-    shown = {
-        name: (
-            short_bytes(value)
-            if name == "memory"
-            else f"{value:.4f}"
-            if abs(value) < 10
-            else f"{value:,.0f}"
-        )
-        for name, value in values.items()
-        if value is not None
-    }
+    shown = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name == "memory":
+            shown[name] = short_bytes(value)
+        elif abs(value) < 10:
+            shown[name] = f"{value:.4f}"
+        else:
+            shown[name] = f"{value:,.0f}"
     return facts(shown)
 
 
@@ -316,21 +383,22 @@ def _section(title: str, values: Mapping[str, Any]) -> str:
 
     A mapping becomes a line for each of its values.
     """
-    lines: list[str] = []
+    shown: dict[str, Any] = {}
     for name, value in values.items():
-        parts = value.items() if isinstance(value, Mapping) else [("", value)]
-        for part, each in parts:
-            if part and each is None:
-                continue  # a limit that is not set
-            whole = f"{name} {part}".strip().replace("_", " ")
-            lines.append(
-                f"<tr><th scope=row>{escape(whole)}</th>{cell(plain(each))}</tr>"
-            )
-    return (
-        f"<section><h2>{escape(title)}</h2><table>{''.join(lines)}</table></section>"
-        if lines
-        else ""
-    )
+        if isinstance(value, Mapping):
+            for part, part_value in value.items():
+                if part_value is not None:  # None is a limit that is not set
+                    shown[f"{name} {part}"] = part_value
+        else:
+            shown[name] = value
+    if not shown:
+        return ""
+    lines = []
+    for name, value in shown.items():
+        label = escape(name.replace("_", " "))
+        lines.append(f"<tr><th scope=row>{label}</th>{cell(plain(value))}</tr>")
+    table = f"<table>{''.join(lines)}</table>"
+    return f"<section><h2>{escape(title)}</h2>{table}</section>"
 
 
 def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
@@ -340,56 +408,53 @@ def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
     """
     rows = result.get("rows") or _last(curves, "rows")
     sizes = result.get("bytes") or _last(curves, "bytes")
-    counts = {
-        name: TableStats(**each) for name, each in (result.get("counts") or {}).items()
-    }
     if not rows:
         return "<p>There are no statistics of the tables yet.</p>"
-    columns: dict[str, list[str]] = {"table": [*rows]}
-    columns["rows"] = [f"{rows[name]:,.0f}" for name in rows]
-    columns["bytes"] = [short_bytes(sizes[name]) for name in rows]
-    foot = [ALL, f"{sum(rows.values()):,.0f}", short_bytes(sum(sizes.values()))]
+    # the cells of each column, one for each table, and the cell of their sum
+    columns: dict[str, list[str]] = {
+        "table": list(rows),
+        "rows": [f"{rows[name]:,.0f}" for name in rows],
+        "bytes": [short_bytes(sizes[name]) for name in rows],
+    }
+    sums = [ALL, f"{sum(rows.values()):,.0f}", short_bytes(sum(sizes.values()))]
+    note = None
+    counts = {
+        name: TableStats(**numbers)
+        for name, numbers in (result.get("counts") or {}).items()
+    }
     if counts:
-        done = [counts.get(name, TableStats()) for name in rows]
-        whole = total(counts)
-        columns["hit rate"] = [
-            share(stats.hits / stats.lookups) if stats.lookups else "-"
-            for stats in done
-        ]
-        foot.append(share(whole.hits / whole.lookups))
-        for count in (
-            "lookups",
-            "inserts",
-            "evicted",
-            "expired",
-            "refused",
-            "cold_rows",
-            "cold_hits",
-            "nonfinite",
-        ):
-            if getattr(whole, count):
-                columns[count.replace("_", " ")] = [
-                    f"{getattr(stats, count):,}" for stats in done
-                ]
-                foot.append(f"{getattr(whole, count):,}")
-    note = counted_since(result) if counts else None
+        note = counted_since(result)
+        tables = [counts.get(name, TableStats()) for name in rows]
+        total_stats = total(counts)
+        columns["hit rate"] = [_hit_share(stats) for stats in tables]
+        sums.append(_hit_share(total_stats))
+        for count in SHOWN_COUNTS:
+            if getattr(total_stats, count):
+                title = count.replace("_", " ")
+                columns[title] = [f"{getattr(stats, count):,}" for stats in tables]
+                sums.append(f"{getattr(total_stats, count):,}")
+
     lines = "".join(_row("td", cells) for cells in zip(*columns.values(), strict=True))
     head = f"<thead>{_row('th', columns)}</thead>"
-    body = f"<tbody>{lines}</tbody><tfoot>{_row('td', foot)}</tfoot>"
-    text = f'<p class="faint">{escape(note[0].upper() + note[1:])}</p>' if note else ""
+    body = f"<tbody>{lines}</tbody><tfoot>{_row('td', sums)}</tfoot>"
+    text = ""
+    if note is not None:
+        text = f'<p class="faint">{escape(note[0].upper() + note[1:])}</p>'
     return f'{text}<div class="wide"><table>{head}{body}</table></div>'
 
 
+def _hit_share(stats: TableStats) -> str:
+    rate = hit_rate(stats)
+    return "-" if rate is None else share(rate)
+
+
 def _row(cell: str, texts: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{cell}>{escape(text)}</{cell}>' for text in texts)}</tr>"
+    cells = [f"<{cell}>{escape(text)}</{cell}>" for text in texts]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _last(curves: Mapping[str, Curve], kind: str) -> dict[str, float]:
     """Returns the last value of the curve of each table."""
-    found = {
-        tag.partition("/")[2]: curve.values[-1]
-        for tag, curve in curves.items()
-        if tag.startswith(f"{kind}/")
-    }
-    found.pop(ALL, None)
-    return found
+    by_table = _curves_of_tables(curves, kind)
+    by_table.pop(ALL, None)
+    return {table: curve.values[-1] for table, curve in by_table.items()}

@@ -1,8 +1,14 @@
 """Reads batches from Parquet files: ids as a ``KeyedJaggedTensor``, numbers and labels
 as tensors.
 
-    dataset = ParquetDataset("clicks/", ids=["user", "item", "history"],
-    dense=["price"], label="click", batch_size=512) for epoch in range(2):
+    dataset = ParquetDataset(
+        "clicks/",
+        ids=["user", "item", "history"],
+        dense=["price"],
+        label="click",
+        batch_size=512,
+    )
+    for epoch in range(2):
         dataset.set_epoch(epoch)
         for batch in StatefulDataLoader(dataset, batch_size=None, num_workers=2):
             ...
@@ -44,11 +50,19 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
-class ParquetDataset(IterableDataset[Batch]):
-    """Batches of the rows of Parquet files, sharded over the ranks and over the workers
-    of a ``DataLoader``.
+class _RowGroup(NamedTuple):
+    """A row group of a file."""
 
-    All ranks get the same number of batches, and each row is in one batch of one rank.
+    file: Path
+    number: int
+    rows: int
+
+
+class ParquetDataset(IterableDataset[Batch]):
+    """Batches of the rows of Parquet files.
+
+    The batches are sharded over the ranks and over the workers of a ``DataLoader``. All
+    ranks get the same number of batches, and each row is in one batch of one rank.
     The sizes of a rank's batches differ by at most one row and are at most
     ``batch_size``. Memory holds one or two row groups for each worker.
 
@@ -86,49 +100,57 @@ class ParquetDataset(IterableDataset[Batch]):
         files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
         if not files:
             raise ValueError(f"{path} contains no .parquet file")
-        self.ids, self.dense, self.label = list(ids), list(dense), label
-        self.batch_size, self.seed = batch_size, seed
-        self.rank, self.ranks = (
-            (dist.get_rank(), dist.get_world_size())
-            if dist.is_initialized()
-            else (0, 1)
-        )
-        # file, number of the group, rows
-        self._groups: list[tuple[Path, int, int]] = []
-        for file in files:
-            metadata = pq.read_metadata(file)
-            if missing := {*ids, *dense, label} - set(
-                metadata.schema.to_arrow_schema().names
-            ):
-                raise ValueError(f"{file} has no column {sorted(missing)[0]!r}")
-            self._groups += [
-                (file, n, metadata.row_group(n).num_rows)
-                for n in range(metadata.num_row_groups)
-            ]
-        self.num_rows = sum(rows for _, _, rows in self._groups)
+        self.ids = list(ids)
+        self.dense = list(dense)
+        self.label = label
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._groups = [group for file in files for group in self._groups_of(file)]
+        self.num_rows = sum(group.rows for group in self._groups)
         if self.num_rows // self.ranks < max(len(self), 1):
             raise ValueError(
                 f"{path} has {self.num_rows} rows: too few for batches of {batch_size}"
                 " on each rank"
             )
-        self._epoch, self._done = 0, 0
+        self._epoch = 0
+        self._yielded_batches = 0
+
+    def _groups_of(self, file: Path) -> list[_RowGroup]:
+        metadata = pq.read_metadata(file)
+        columns = metadata.schema.to_arrow_schema().names
+        missing = {*self.ids, *self.dense, self.label} - set(columns)
+        if missing:
+            raise ValueError(f"{file} has no column {sorted(missing)[0]!r}")
+        return [
+            _RowGroup(file, number, metadata.row_group(number).num_rows)
+            for number in range(metadata.num_row_groups)
+        ]
 
     def __len__(self) -> int:
         """Returns the number of batches of an epoch, which is the same on every rank."""
-        return math.ceil(math.ceil(self.num_rows / self.ranks) / self.batch_size)
+        most_rows_of_rank = math.ceil(self.num_rows / self.ranks)
+        return math.ceil(most_rows_of_rank / self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Selects the order of an epoch.
 
         The next iteration begins with its first batch.
         """
-        self._epoch, self._done = epoch, 0
+        self._epoch = epoch
+        self._yielded_batches = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position: the epoch, and the number of batches that this worker
-        has yielded.
+        """Returns the position of this worker.
+
+        It is the epoch, and the number of batches that the worker has yielded.
         """
-        return {"epoch": self._epoch, "done": self._done, "of": self._of()}
+        return {
+            "epoch": self._epoch,
+            "done": self._yielded_batches,
+            "of": self._identity(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a position.
@@ -137,14 +159,16 @@ class ParquetDataset(IterableDataset[Batch]):
             ValueError: The position is of other files, of another batch size or seed,
                 or of another number of ranks.
         """
-        if state["of"] != self._of():
+        if state["of"] != self._identity():
             raise ValueError(
                 f"the position is of another data set or job: {state['of']}, and this"
-                f" one is {self._of()}"
+                f" one is {self._identity()}"
             )
-        self._epoch, self._done = state["epoch"], state["done"]
+        self._epoch = state["epoch"]
+        self._yielded_batches = state["done"]
 
-    def _of(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
+        """Returns what must be equal when an iteration is continued at a position."""
         return {
             "rows": self.num_rows,
             "batch_size": self.batch_size,
@@ -154,67 +178,79 @@ class ParquetDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the batches of this worker from the present position on."""
+        steps = self._steps_of_worker()[self._yielded_batches :]
+        if steps:
+            begins = self._begins()
+            pieces = self._rows(begins[steps.start], begins[steps.stop])
+            pending = next(pieces)
+            for step in steps:
+                size = begins[step + 1] - begins[step]
+                while pending.num_rows < size:
+                    pending = pa.concat_tables([pending, next(pieces)])
+                self._yielded_batches += 1
+                yield self._batch(pending.slice(0, size))
+                pending = pending.slice(size)
+        self._yielded_batches = 0
+
+    def _steps_of_worker(self) -> range:
+        """Returns the steps whose batches this worker yields. They are neighbours."""
         info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        if info is None:
+            return range(len(self))
+        begin = len(self) * info.id // info.num_workers
+        end = len(self) * (info.id + 1) // info.num_workers
+        return range(begin, end)
+
+    def _begins(self) -> list[int]:
+        """Returns the row at which each batch of this rank begins, and the end."""
+        first = self.num_rows * self.rank // self.ranks
+        end = self.num_rows * (self.rank + 1) // self.ranks
         steps = len(self)
-        # a worker has neighbouring batches
-        own = range(steps * worker // workers, steps * (worker + 1) // workers)
-        first, end = (
-            self.num_rows * each // self.ranks for each in (self.rank, self.rank + 1)
-        )
-        bounds = [first + (end - first) * step // steps for step in range(steps + 1)]
-        own = own[self._done :]
-        if own:
-            pieces = self._rows(bounds[own.start], bounds[own.stop])
-            held = next(pieces)
-            for step in own:
-                size = bounds[step + 1] - bounds[step]
-                while held.num_rows < size:
-                    held = pa.concat_tables([held, next(pieces)])
-                self._done += 1
-                yield self._batch(held.slice(0, size))
-                held = held.slice(size)
-        self._done = 0
+        return [first + (end - first) * step // steps for step in range(steps + 1)]
 
     def _rows(self, begin: int, end: int) -> Iterator[pa.Table]:
         """Yields the rows from ``begin`` to ``end`` in the order of the epoch."""
         order = np.arange(len(self._groups))
         if self.seed is not None:
-            order = np.random.default_rng([self.seed, self._epoch]).permutation(
-                len(self._groups)
-            )
+            random = np.random.default_rng([self.seed, self._epoch])
+            order = random.permutation(len(self._groups))
+        columns = [*self.ids, *self.dense, self.label]
         place = 0
-        for group in order.tolist():
-            file, number, rows = self._groups[group]
-            part = slice(max(begin - place, 0), min(end - place, rows))
-            place += rows
+        for index in order.tolist():
+            group = self._groups[index]
+            part = slice(max(begin - place, 0), min(end - place, group.rows))
+            place += group.rows
             if part.start >= part.stop:
                 continue
-            with pq.ParquetFile(file) as opened:
-                columns = [*self.ids, *self.dense, self.label]
-                table = opened.read_row_group(
-                    number, columns=columns, use_threads=False
+            with pq.ParquetFile(group.file) as file:
+                table = file.read_row_group(
+                    group.number, columns=columns, use_threads=False
                 )
             if self.seed is None:
                 yield table.slice(part.start, part.stop - part.start)
             else:
-                yield table.take(
-                    np.random.default_rng([self.seed, self._epoch, group]).permutation(
-                        rows
-                    )[part]
-                )
+                random = np.random.default_rng([self.seed, self._epoch, index])
+                yield table.take(random.permutation(group.rows)[part])
 
     def _batch(self, table: pa.Table) -> Batch:
-        parts = [_lists(name, table[name].combine_chunks()) for name in self.ids]
-        values, lengths = (torch.cat(each) for each in zip(*parts, strict=True))
-        ids = KeyedJaggedTensor(self.ids, values, lengths=lengths)
-        dense = [torch.from_numpy(_numbers(table[name])) for name in self.dense]
-        labels = torch.from_numpy(_numbers(table[self.label]))
-        return Batch(
-            ids,
-            torch.stack(dense, dim=1) if dense else torch.empty(len(labels), 0),
-            labels,
+        values_of_columns = []
+        lengths_of_columns = []
+        for name in self.ids:
+            values, lengths = _lists(name, table[name].combine_chunks())
+            values_of_columns.append(values)
+            lengths_of_columns.append(lengths)
+        ids = KeyedJaggedTensor(
+            self.ids,
+            torch.cat(values_of_columns),
+            lengths=torch.cat(lengths_of_columns),
         )
+        labels = torch.from_numpy(_numbers(table[self.label]))
+        if self.dense:
+            numbers = [torch.from_numpy(_numbers(table[name])) for name in self.dense]
+            dense = torch.stack(numbers, dim=1)
+        else:
+            dense = torch.empty(len(labels), 0)
+        return Batch(ids, dense, labels)
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
@@ -222,21 +258,24 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _lists(name: str, column: pa.Array) -> tuple[Tensor, Tensor]:
-    """Returns the ids of a column, one row after another, and the number of ids of each
-    row.
+    """Returns the ids of a column, one row after another, and their numbers.
+
+    The second tensor has the number of ids of each row.
     """
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        lengths, values = pc.list_value_length(column).fill_null(0), column.flatten()
+        lengths = pc.list_value_length(column).fill_null(0)
+        values = column.flatten()
         if values.null_count:
             raise ValueError(f"column {name!r} has a list with a missing id")
     else:
-        lengths, values = column.is_valid(), column.drop_null()
-    return torch.from_numpy(_int64(name, values)), torch.from_numpy(
-        np.array(lengths.cast(pa.int64()))
-    )
+        lengths = column.is_valid()
+        values = column.drop_null()
+    int64_lengths = np.array(lengths.cast(pa.int64()))
+    return torch.from_numpy(_int64(name, values)), torch.from_numpy(int64_lengths)
 
 
 def _int64(name: str, values: pa.Array) -> np.ndarray:
+    """Returns the ids of a column of integers or strings."""
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     if pa.types.is_integer(values.type):
@@ -247,8 +286,7 @@ def _int64(name: str, values: pa.Array) -> np.ndarray:
             f"column {name!r} has values of type {values.type}: ids are integers or"
             " strings"
         )
-    coded = values.dictionary_encode()
-    hashes = [
-        xxhash.xxh3_64_intdigest(word.encode()) for word in coded.dictionary.to_pylist()
-    ]
-    return np.array(hashes, np.uint64).view(np.int64)[np.array(coded.indices)]
+    encoded = values.dictionary_encode()
+    words = encoded.dictionary.to_pylist()
+    hashes = [xxhash.xxh3_64_intdigest(word.encode()) for word in words]
+    return np.array(hashes, np.uint64).view(np.int64)[np.array(encoded.indices)]

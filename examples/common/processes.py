@@ -34,7 +34,7 @@ def _join_torchrun() -> None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Joins the gloo group of torchrun, or creates a group of this process only.
+    """Joins the gloo group of torchrun, or creates a group of this process alone.
 
     If ranks raise an exception, only the first rank that fails passes it on and reports
     it. The other ranks exit without a message, because they failed for the same reason
@@ -66,7 +66,9 @@ def _fails_first() -> bool:
 
 def rank_and_world_size() -> tuple[int, int]:
     """Returns the rank and the world size, or (0, 1) if there is no process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 def on_each_rank(work: Callable[[], T]) -> list[T]:
@@ -75,17 +77,18 @@ def on_each_rank(work: Callable[[], T]) -> list[T]:
     Raises:
         DataError: ``work`` raised it on a rank. It is raised on every rank.
     """
-    mine: tuple[T | None, str | None]
+    result: T | None = None
+    message: str | None = None
     try:
-        mine = work(), None
+        result = work()
     except DataError as error:
-        mine = None, str(error)
-    found = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    for _, message in found:
+        message = str(error)
+    outcomes = [(result, message)] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, message))
+    for _, message in outcomes:
         if message is not None:
             raise DataError(message)
-    return [result for result, _ in found]  # type: ignore[misc]
+    return [result for result, _ in outcomes]  # type: ignore[misc]
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
@@ -93,7 +96,8 @@ def on_rank_0(work: Callable[[], T]) -> T:
 
     See :func:`on_each_rank`.
     """
-    return on_each_rank(lambda: work() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
+    results = on_each_rank(lambda: work() if dist.get_rank() == 0 else None)
+    return results[0]  # type: ignore[return-value]
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ ALL = "all"
 """The name under which the sum over all tables is reported."""
 
 PART_TITLES = {
-    part: part.replace("_", " ")
-    for part in ("input_dist", "lookup", "dense", "update", "reading")
+    "input_dist": "input dist",
+    "lookup": "lookup",
+    "dense": "dense",
+    "update": "update",
+    "reading": "reading",
 }
 """The titles of the parts of a step's time.
 
@@ -93,9 +97,8 @@ def check_file(path: Path | None) -> None:
         elif not place.exists():
             place.open("xb").close()
             place.unlink()
-        elif not os.access(
-            place, os.W_OK
-        ):  # not opened: the reader of a pipe would see its end
+        elif not os.access(place, os.W_OK):
+            # A pipe is not opened, because its reader would see its end.
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
@@ -139,51 +142,50 @@ def print_result(
             the limits of the tables.
         lines: What is printed below the tables.
     """
-    told = [str(result[name]) for name in ("backend", "sharding") if name in result]
-    console.print(", ".join([*told, f"world size {result['world_size']}"]))
-    rows, sizes, counts = result["rows"], result["bytes"], result["counts"]
-    tables = {
-        name: TableStats(
-            **({"rows": rows[name], "bytes": sizes[name]} | counts.get(name, {}))
-        )
-        for name in rows
-    }
+    heading = [str(result[name]) for name in ("backend", "sharding") if name in result]
+    heading.append(f"world size {result['world_size']}")
+    console.print(", ".join(heading))
+
+    tables = {}
+    for name, rows in result["rows"].items():
+        numbers = {"rows": rows, "bytes": result["bytes"][name]}
+        numbers |= result["counts"].get(name, {})
+        tables[name] = TableStats(**numbers)
     columns = _columns(result.get("bounds") or {}, tables)
     # Rows and bytes are not counted since a step, so a table of rows and bytes needs no
     # caption.
-    shown = Table(caption=counted_since(result) if len(columns) > 2 else None)
-    shown.add_column("table")
+    printed = Table(caption=counted_since(result) if len(columns) > 2 else None)
+    printed.add_column("table")
     for title in columns:
-        shown.add_column(title, justify="right")
+        printed.add_column(title, justify="right")
     for name, stats in tables.items():
-        shown.add_row(name, *(number(stats) for number in columns.values()))
-    shown.add_section()
-    shown.add_row("all", *(number(total(tables)) for number in columns.values()))
-    console.print(shown)
+        printed.add_row(name, *(text_of(stats) for text_of in columns.values()))
+    printed.add_section()
+    sums = total(tables)
+    printed.add_row("all", *(text_of(sums) for text_of in columns.values()))
+    console.print(printed)
+
     for name, text in lines.items():
-        console.print(
-            f"{name:<19}{text}" if text else name, soft_wrap=True, highlight=False
-        )
+        line = f"{name:<19}{text}" if text else name
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def counted_since(result: Mapping[str, Any]) -> str | None:
-    """Returns a note on the step since which counts are counted, or None if it is the
-    beginning of the run.
+    """Returns a note on the step since which counts are counted.
+
+    It is None if they are counted since the beginning of the run.
     """
     step = result.get("counts_since_step")
-    return (
-        f"hits and other counts: since the run was resumed at step {step:,}"
-        if step
-        else None
-    )
+    if not step:
+        return None
+    return f"hits and other counts: since the run was resumed at step {step:,}"
 
 
 def in_words(tables: Mapping[str, TableStats], limits: Mapping[str, Any]) -> str:
     """Returns the last row of the table of :func:`print_result` as one line."""
-    return ", ".join(
-        f"{title} {number(total(tables))}"
-        for title, number in _columns(limits, tables).items()
-    )
+    sums = total(tables)
+    columns = _columns(limits, tables)
+    return ", ".join(f"{title} {text_of(sums)}" for title, text_of in columns.items())
 
 
 def total(tables: Mapping[str, TableStats]) -> TableStats:
@@ -191,87 +193,98 @@ def total(tables: Mapping[str, TableStats]) -> TableStats:
 
     The sum of ``steps`` has no meaning and is not shown.
     """
-    return TableStats(
-        **{
-            f.name: sum(getattr(stats, f.name) for stats in tables.values())
-            for f in fields(TableStats)
-        }
-    )
+    sums = {}
+    for field in fields(TableStats):
+        sums[field.name] = sum(getattr(stats, field.name) for stats in tables.values())
+    return TableStats(**sums)
 
 
 def since(
-    before: Mapping[str, TableStats], now: Mapping[str, TableStats]
+    earlier: Mapping[str, TableStats], later: Mapping[str, TableStats]
 ) -> dict[str, TableStats]:
-    """Returns the statistics of ``now``, with the counts since ``before``."""
-    held = ("rows", "cold_rows", "bytes")
-    done = [f.name for f in fields(TableStats) if f.name not in held]
-    return {
-        name: replace(
-            stats,
-            **{
-                count: getattr(stats, count) - getattr(before[name], count)
-                for count in done
-            },
-        )
-        for name, stats in now.items()
-    }
+    """Returns the statistics of ``later``, with the counts since ``earlier``."""
+    sizes = ("rows", "cold_rows", "bytes")
+    counts = [field.name for field in fields(TableStats) if field.name not in sizes]
+    difference = {}
+    for name, stats in later.items():
+        counted = {
+            count: getattr(stats, count) - getattr(earlier[name], count)
+            for count in counts
+        }
+        difference[name] = replace(stats, **counted)
+    return difference
 
 
 def hit_rate(stats: TableStats) -> float | None:
-    """Returns the fraction of lookups that found a row in memory, or None if there were
-    no lookups.
+    """Returns the fraction of lookups that found a row in memory.
+
+    It is None if there were no lookups.
     """
     return stats.hits / stats.lookups if stats.lookups else None
+
+
+# The counts that are shown for each limit.
+_COUNTS_OF_LIMITS = {
+    "max_rows": ["evicted"],
+    "expire_steps": ["expired"],
+    "min_frequency": ["refused"],
+    "cold_store": ["cold_rows", "cold_hits"],
+    "nonfinite": ["nonfinite"],
+}
 
 
 def _columns(
     limits: Mapping[str, Any], tables: Mapping[str, TableStats]
 ) -> dict[str, Callable[[TableStats], str]]:
-    """Returns the columns of the report: functions that format a table's statistics, by
-    title.
+    """Returns functions that format a table's statistics, by the title of their column.
+
+    Args:
+        limits: The limits of the tables, by name. None: the limit is not set.
+        tables: The statistics of the tables.
     """
-    shown = {name for name, value in limits.items() if value is not None}
+    limits_set = {name for name, value in limits.items() if value is not None}
     columns: dict[str, Callable[[TableStats], str]] = {
         "rows": lambda stats: f"{stats.rows:,}",
         "bytes": lambda stats: decimal(stats.bytes),
     }
-    if shown:
-        columns["hit rate"] = lambda stats: (
-            "-" if (rate := hit_rate(stats)) is None else f"{rate:.1%}"
-        )
-    for limit, counts in (
-        ("max_rows", ["evicted"]),
-        ("expire_steps", ["expired"]),
-        ("min_frequency", ["refused"]),
-        ("cold_store", ["cold_rows", "cold_hits"]),
-        ("nonfinite", ["nonfinite"]),
-    ):
-        for count in (
-            counts
-            if limit in shown
-            or any(getattr(stats, limit, 0) for stats in tables.values())
-            else ()
-        ):
-            columns[count.replace("_", " ")] = lambda stats, count=count: (
-                f"{getattr(stats, count):,}"
-            )  # type: ignore[misc]
+    if limits_set:
+        columns["hit rate"] = _hit_text
+    for limit, counts in _COUNTS_OF_LIMITS.items():
+        # "nonfinite" is no limit, but a count that is shown if it is not 0
+        has_happened = any(getattr(stats, limit, 0) for stats in tables.values())
+        if limit in limits_set or has_happened:
+            for count in counts:
+                columns[count.replace("_", " ")] = partial(_count_text, count)
     return columns
 
 
+def _hit_text(stats: TableStats) -> str:
+    rate = hit_rate(stats)
+    return "-" if rate is None else f"{rate:.1%}"
+
+
+def _count_text(count: str, stats: TableStats) -> str:
+    return f"{getattr(stats, count):,}"
+
+
 def console_for(json_out: Path | None) -> Console:
-    """Returns the console for the report: stdout, or stderr if the JSON result goes to
-    stdout.
+    """Returns the console for the report.
+
+    It is stdout, or stderr if the JSON result goes to stdout.
     """
     return Console(stderr=json_out == STDOUT)
 
 
 def finite(value: Any) -> Any:
-    """Replaces numbers that are not finite by None, because JSON has neither NaN nor
-    infinity.
+    """Replaces numbers that are not finite by None.
+
+    JSON has neither NaN nor infinity.
     """
     if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {key: finite(member) for key, member in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
@@ -293,18 +306,18 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file under a temporary name and renames it, so that the file is never
-    incomplete.
+    """Writes a file under a temporary name and renames it.
 
-    If the run is killed or the disk is full, the previous file is kept.
+    The file is therefore never incomplete. If the run is killed or the disk is full,
+    the previous file is kept.
 
     Raises:
         OSError: The file cannot be written. The error names the file.
     """
-    beside = path.with_name(f".{path.name}")
+    temporary = path.with_name(f".{path.name}")
     try:
-        beside.write_bytes(data)
-        beside.replace(path)
+        temporary.write_bytes(data)
+        temporary.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -1,20 +1,26 @@
-"""A run of an example: its folder, checkpoints, curves and report, each of which the
-training loop calls in a line.
+"""A run of an example: its folder, checkpoints, curves and report.
 
-with process_group(), Run("dlrm", settings) as run:
-    state = run.resume(model, optimizer, {"--data": "train.txt"})      # {} at the beginning
-    run.watch(model, {"dense": optimizer}, total_steps=1000, step=state.get("step", 0))
-    for batch in run.timed(batches):
-        ...
-        run.step(len(labels), loss, logits, labels)                    # a point of each curve every few steps
-        run.save(model, optimizer, step, {"step": step})
-    run.log({"AUC/test": auc})
-    run.finish({"test_auc": auc})                                      # tables, report.html and the result as JSON
+The training loop calls each of them in a line:
+
+    with process_group(), Run("dlrm", settings) as run:
+        # {} if the run starts from the beginning
+        state = run.resume(model, optimizer, {"--data": "train.txt"})
+        step = state.get("step", 0)
+        run.watch(model, {"dense": optimizer}, total_steps=1000, step=step)
+        for batch in run.timed(batches):
+            ...
+            # adds a point to each curve every few steps
+            run.step(len(labels), loss, logits, labels)
+            run.save(model, optimizer, step, {"step": step})
+        run.log({"AUC/test": auc})
+        # prints the tables, and writes report.html and the result as JSON
+        run.finish({"test_auc": auc})
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -56,10 +62,10 @@ from torchrec_recstore.checkpoint.files import FileLock, make_directory
 T = TypeVar("T")
 
 INSTEAD = "(choose another folder with --log-dir, or write no log with --no-log)"
-POINTS, MOST_STEPS = 100, 50
-"""A run has at most this number of points of each curve, or a point for this number of
-steps.
-"""
+POINTS = 100
+"""The largest number of points of each curve of a short run."""
+MAX_STEPS_OF_POINT = 50
+"""The largest number of steps of a point: a long run has more than ``POINTS`` points."""
 PACKAGES = (
     "torchrec-recstore",
     "torch",
@@ -95,7 +101,8 @@ class Run:
     """
 
     def __init__(self, example: str, settings: RunSettings) -> None:
-        self.example, self.settings = example, settings
+        self.example = example
+        self.settings = settings
         self.folder: Path | None = None
         self.resumed_from: Path | None = None
         self._stack = ExitStack()
@@ -105,7 +112,9 @@ class Run:
         self._saved_step = 0
         self._about: dict[str, Any] = {}
         self._writer: CurveWriter | None = None
-        self._step = self._first_step = self._samples = 0
+        self._step = 0
+        self._first_step = 0
+        self._samples = 0
         self._stats: Callable[[], Mapping[str, TableStats]] = dict
 
     def __enter__(self) -> Run:
@@ -124,10 +133,9 @@ class Run:
                         f" {newest.path.name}: resume the run with --resume, or choose"
                         " another folder"
                     )
-                self._newest, self.resumed_from = (
-                    newest,
-                    (newest.path if newest else None),
-                )
+                if newest:
+                    self._newest = newest
+                    self.resumed_from = newest.path
             if not settings.no_log:
                 self.folder = on_rank_0(partial(self._log_folder, stack))
             self._stack = stack.pop_all()
@@ -193,16 +201,17 @@ class Run:
         path = self.resumed_from
         if self._checkpoints is None or path is None:
             return {}
-        before = ((self._newest and self._newest.training_state) or {}).get("identity")
-        if not isinstance(before, dict):
+        training_state = None if self._newest is None else self._newest.training_state
+        saved_identity = (training_state or {}).get("identity")
+        if not isinstance(saved_identity, dict):
             raise DataError(f"{path} was not written by this command")
-        others = [
-            f"{flag} {before.get(flag)}, not {now}"
-            for flag, now in self._identity.items()
-            if before.get(flag) != now
-        ]
-        if others:
-            raise DataError(f"{path} belongs to a run with {'; '.join(others)}")
+        differences = []
+        for flag, value in self._identity.items():
+            saved_value = saved_identity.get(flag)
+            if saved_value != value:
+                differences.append(f"{flag} {saved_value}, not {value}")
+        if differences:
+            raise DataError(f"{path} belongs to a run with {'; '.join(differences)}")
         if hasattr(optimizer, "init_state"):
             # A keyed optimizer copies a loaded state into its existing state, and a new
             # optimizer has no state. init_state creates the state with an optimizer
@@ -221,8 +230,9 @@ class Run:
         step: int,
         state: Mapping[str, Any],
     ) -> None:
-        """Saves a checkpoint, if the run has a folder for checkpoints and none of this
-        step.
+        """Saves a checkpoint, unless the run has one of this step.
+
+        A run without a folder for checkpoints saves none.
 
         Args:
             model: See :meth:`resume`.
@@ -238,13 +248,13 @@ class Run:
             return
         self._point()  # so that a resumed run has the same points
         dense = None if optimizer is None else optimizer.state_dict()
-        whole = {
+        training_state = {
             "identity": self._identity,
             "step": step,
             "progress": dict(state),
             "dense_optimizer": dense,
         }
-        self._checkpoints.save(model, step, whole)
+        self._checkpoints.save(model, step, training_state)
         self._saved_step = step
 
     def watch(
@@ -280,26 +290,29 @@ class Run:
             **(about or {}),
             "world_size": dist.get_world_size(),
         }
-        self._step, self._first_step, self._samples = step, step, samples
+        self._step = step
+        self._first_step = step
+        self._samples = samples
         self._stats = stats or partial(table_stats, model)
         if self.folder is None:
             return
-        self._every = self.settings.log_every or min(
-            MOST_STEPS, -(-total_steps // POINTS) or 1
+        steps_of_point = math.ceil(total_steps / POINTS)
+        self._steps_of_point = self.settings.log_every or min(
+            max(steps_of_point, 1), MAX_STEPS_OF_POINT
         )
         self._optimizers = dict(optimizers)
-        self._split, self._window, self._tables = (
-            StepSplit(model),
-            Window(),
-            self._stats(),
-        )
+        self._split = StepSplit(model)
+        self._window = Window()
+        self._tables = self._stats()
         on_rank_0(partial(self._begin, self.folder))
 
     def _begin(self, folder: Path) -> None:
-        before = read_about(folder).get("started") or []
+        """Describes the run in its folder, and opens the curves."""
+        earlier_starts = read_about(folder).get("started") or []
+        start = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
         about = {
             "example": self.example,
-            "started": [*before, f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"],
+            "started": [*earlier_starts, start],
             "settings": self._about,
             "ranks": dist.get_world_size(),
             "versions": _versions(),
@@ -316,12 +329,12 @@ class Run:
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """Yields the batches, and measures how long each of them is waited for."""
-        coming = iter(batches)
+        iterator = iter(batches)
         while True:
             if self.folder is not None:
                 self._split.wants_batch()
             try:
-                batch = next(coming)
+                batch = next(iterator)
             except StopIteration:
                 return
             if self.folder is not None:
@@ -335,8 +348,9 @@ class Run:
         logits: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> None:
-        """Records that a training step has ended, and writes a point of each curve when
-        it is due.
+        """Records that a training step has ended.
+
+        Every few steps it adds a point to each curve.
 
         Args:
             samples: The number of samples of the step, over all ranks.
@@ -350,7 +364,7 @@ class Run:
         if self.folder is not None:
             self._split.step_ends()
             self._window.add(samples, loss, logits, labels)
-            if self._step % self._every == 0:
+            if self._step % self._steps_of_point == 0:
                 self._point()
 
     def log(self, values: Mapping[str, float | None]) -> None:
@@ -365,39 +379,35 @@ class Run:
         """Adds a point to each curve if there was a step since the previous point."""
         if self.folder is None or not self._window.steps:
             return
-        window, self._window = self._window, Window()
-        before, self._tables = self._tables, self._stats()
-        groups = {
-            name: optimizer.param_groups for name, optimizer in self._optimizers.items()
-        }
-        # A rank without tables has no rate of the embeddings.
-        rates = {
-            f"learning_rate/{name}": float(of[0]["lr"])
-            for name, of in groups.items()
-            if of
-        }
-        self._write(
-            {
-                **window.values(self._split.take()),
-                **rates,
-                **table_points(before, self._tables),
-            }
-        )
+        window = self._window
+        self._window = Window()
+        earlier_tables = self._tables
+        self._tables = self._stats()
+        points = window.values(self._split.take())
+        for name, optimizer in self._optimizers.items():
+            # A rank without tables has no rate of the embeddings.
+            if optimizer.param_groups:
+                rate = float(optimizer.param_groups[0]["lr"])
+                points[f"learning_rate/{name}"] = rate
+        points |= table_points(earlier_tables, self._tables)
+        self._write(points)
 
     def _write(self, values: Mapping[str, float | None]) -> None:
         if self._writer is not None:
-            known = {
+            points = {
                 tag: value
                 for tag, value in values.items()
-                if value is not None and value - value == 0
+                if value is not None and math.isfinite(value)
             }
-            self._writer.add(known, self._samples)
+            self._writer.add(points, self._samples)
 
     def finish(
         self, result: Mapping[str, Any], lines: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Ends the run: writes the report, prints the tables and the result, and writes
-        the result as JSON.
+        """Ends the run.
+
+        It writes the report, prints the tables and the result, and writes the result as
+        JSON.
 
         Args:
             result: The result of the run.
@@ -411,39 +421,38 @@ class Run:
             DataError: The JSON file cannot be written.
         """
         self._point()
-        whole = {**result, **result_of(self._stats(), self._first_step)}
+        result = {**result, **result_of(self._stats(), self._first_step)}
         if self._writer is not None and self.folder is not None:
             self._writer.close()
             self._writer = None
             try:
-                _describe(self.folder, read_about(self.folder) | {"result": whole})
+                _describe(self.folder, read_about(self.folder) | {"result": result})
             except OSError as error:
                 print(
                     f"warning: the result is not in the log: {error}", file=sys.stderr
                 )
-        whole = {
-            **self._about,
-            "log_dir": str(self.folder) if self.folder else None,
-            **whole,
-        }
+        log_dir = str(self.folder) if self.folder else None
+        settings_and_result = {**self._about, "log_dir": log_dir, **result}
+        json_out = self.settings.json_out
         if dist.get_rank() == 0:
-            print_result(console_for(self.settings.json_out), whole, lines or {})
-            if self.folder is not None:
-                try:
-                    print(f"report: {write_report(self.folder)}", file=sys.stderr)
-                except (
-                    Exception
-                ) as error:  # no error of the report may lose the result of the run
-                    print(f"warning: no report was made: {error}", file=sys.stderr)
-        on_rank_0(partial(write_json, self.settings.json_out, whole))
-        return whole
+            print_result(console_for(json_out), settings_and_result, lines or {})
+            self._write_report()
+        on_rank_0(partial(write_json, json_out, settings_and_result))
+        return settings_and_result
+
+    def _write_report(self) -> None:
+        if self.folder is None:
+            return
+        try:
+            print(f"report: {write_report(self.folder)}", file=sys.stderr)
+        except Exception as error:
+            # No error of the report may lose the result of the run.
+            print(f"warning: no report was made: {error}", file=sys.stderr)
 
 
 def _describe(folder: Path, about: Mapping[str, Any]) -> None:
-    write_whole(
-        folder / RUN_FILE,
-        (json.dumps(finite(about), indent=2, default=str) + "\n").encode(),
-    )
+    text = json.dumps(finite(about), indent=2, default=str) + "\n"
+    write_whole(folder / RUN_FILE, text.encode())
 
 
 def say(line: str) -> None:
@@ -453,10 +462,9 @@ def say(line: str) -> None:
 
 
 def sole_use(path: Path) -> ExitStack:
-    """Creates a folder if it does not exist, and locks it for this run until the result
-    is closed.
+    """Creates a folder if it does not exist, and locks it for this run.
 
-    Collective.
+    The folder is locked until the returned stack is closed. Collective.
 
     Args:
         path: The path of the folder, on a file system that all ranks share.
@@ -480,8 +488,9 @@ def sole_use(path: Path) -> ExitStack:
 
 
 def locked_folder(path: Path) -> FileLock:
-    """Creates a folder if it does not exist, and locks it until the lock is closed or
-    the process ends.
+    """Creates a folder if it does not exist, and locks it.
+
+    The folder is locked until the lock is closed or the process ends.
 
     Raises:
         DataError: The folder cannot be created or written, or another run uses it.
@@ -516,28 +525,27 @@ def _new_folder(example: str) -> Path:
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
+    versions = {"Python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def _machine() -> dict[str, str]:
-    processors = [
-        line
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "processor": (
-            processors[0].partition(":")[2].strip()
-            if processors
-            else platform.machine()
-        ),
+        "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "threads of torch": str(torch.get_num_threads()),
-        "memory": decimal(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "memory": decimal(memory_bytes),
         "system": platform.platform(),
         "host": platform.node(),
     }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

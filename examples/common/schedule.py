@@ -32,8 +32,11 @@ def lr_factor(
         return 1.0
     # A run that is resumed on fewer ranks may take one more step in each epoch; max
     # keeps the factor from falling below 0.
-    left = max(total_steps - step, 0) / max(total_steps - warmup_steps, 1)
-    return left if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+    remaining_steps = max(total_steps - step, 0)
+    remaining = remaining_steps / max(total_steps - warmup_steps, 1)
+    if schedule == "linear":
+        return remaining
+    return 0.5 * (1 - math.cos(math.pi * remaining))
 
 
 def lr_scheduler(

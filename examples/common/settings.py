@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
@@ -22,10 +22,14 @@ from torchrec_recstore.options import RedisStore, Servers, TableOptions
 
 _Settings = TypeVar("_Settings")
 
-DATA, MODEL, BOUNDS, RUN, CHECKPOINTS, LOG = PANELS = (
-    *("Data", "Model", "Limits of each table"),
-    *("Run", "Checkpoints", "Curves and report"),
-)
+# The headings of --help
+DATA = "Data"
+MODEL = "Model"
+BOUNDS = "Limits of each table"
+RUN = "Run"
+CHECKPOINTS = "Checkpoints"
+LOG = "Curves and report"
+PANELS = (DATA, MODEL, BOUNDS, RUN, CHECKPOINTS, LOG)
 
 HINT_ROWS = 2**40
 """``num_embeddings`` of a RecStore table.
@@ -47,67 +51,69 @@ def flag(
         names: The name of the flag. Default: the name of the field.
         options: More arguments of ``typer.Option``, such as ``min``.
     """
-    return field(
-        default=default,
-        metadata={
-            "flag": typer.Option(*names, help=about, rich_help_panel=panel, **options)
-        },
-    )
-
-
-def refuse(*cases: tuple[object, str]) -> None:
-    """Raises a DataError with the message of the first case whose condition is true."""
-    for wrong, message in cases:
-        if wrong:
-            raise DataError(message)
+    option = typer.Option(*names, help=about, rich_help_panel=panel, **options)
+    return field(default=default, metadata={"flag": option})
 
 
 def settings_of_flags(kind: type[_Settings]) -> _Settings:
-    """Returns the settings that the flags of the command line give, and prepares the
-    import of torch.
+    """Returns the settings that the flags of the command line give.
 
-    The process ends here after ``--help``, and after one line on stderr for an invalid
-    flag.
+    The import of torch is prepared. The process ends here after ``--help``, and after
+    one line on stderr for an invalid flag.
 
     Args:
         kind: A dataclass of fields that :func:`flag` returns. Its docstring is the text
             of ``--help``.
     """
-    given: list[_Settings] = []
+    settings: _Settings | None = None
 
     def main(**values: Any) -> None:
-        given.append(kind(**values))
+        nonlocal settings
+        settings = kind(**values)
 
-    hints = get_type_hints(kind)
-    panels = {panel: number for number, panel in enumerate(PANELS)}
-    shown = sorted(
-        fields(kind),
-        key=lambda each: panels.get(each.metadata["flag"].rich_help_panel, 0),
-    )
     main.__doc__ = kind.__doc__
-    main.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter(
-                each.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=(
-                    inspect.Parameter.empty if each.default is MISSING else each.default
-                ),
-                annotation=Annotated[hints[each.name], each.metadata["flag"]],
-            )
-            for each in shown
-        ]
-    )
+    main.__signature__ = _signature_of_flags(kind)
     main.__annotations__ = {}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
     # `recstore train` runs a script under its own name.
     name = getattr(sys.modules["__main__"], "COMMAND", None)
     status = status_of(lambda: app(prog_name=name, standalone_mode=False))
-    if not given:
+    if settings is None:
         leave(status)
     prepare_torch()
-    return given[0]
+    return settings
+
+
+def _signature_of_flags(kind: type) -> inspect.Signature:
+    """Returns the signature of a function that takes each field of a dataclass.
+
+    Typer makes a flag of each parameter, in this order. The parameters of a heading
+    follow each other.
+    """
+
+    def panel_number(setting: Field) -> int:
+        panel = setting.metadata["flag"].rich_help_panel
+        return PANELS.index(panel) if panel in PANELS else 0
+
+    hints = get_type_hints(kind)
+    parameters = []
+    for setting in sorted(fields(kind), key=panel_number):
+        is_required = setting.default is MISSING
+        parameters.append(
+            inspect.Parameter(
+                setting.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if is_required else setting.default,
+                annotation=Annotated[hints[setting.name], setting.metadata["flag"]],
+            )
+        )
+    return inspect.Signature(parameters)
+
+
+def flag_name(name: str) -> str:
+    """Returns the flag of a setting: ``--max-rows`` of ``max_rows``."""
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,44 +189,36 @@ class RunSettings:
     """
 
     def shown(self) -> dict[str, Any]:
-        """Returns the settings for a report, by name, without those of the log and
-        without credentials.
+        """Returns the settings for a report, by name.
+
+        The settings of the log and credentials are left out.
         """
-        shown = {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in self.OF_THE_LOG
-        }
-        return {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in shown.items()
-        }
+        shown = {}
+        for name, value in asdict(self).items():
+            if name not in self.OF_THE_LOG:
+                shown[name] = str(value) if isinstance(value, Path) else value
+        return shown
 
     def must_match(self) -> dict[str, Any]:
-        """Returns the flags that must have the same values when a run is resumed, with
-        their values.
-        """
-        given = {
-            name: value
+        """Returns the values that must be the same when a run is resumed, by flag."""
+        return {
+            flag_name(name): value
             for name, value in asdict(self).items()
             if name not in self.MAY_CHANGE
         }
-        return {f"--{name.replace('_', '-')}": value for name, value in given.items()}
 
     def check(self) -> None:
         """Raises a DataError if a setting contradicts another setting."""
         if self.checkpoint is None:
-            refuse(
-                (self.resume, "--resume needs --checkpoint DIR"),
-                (self.checkpoint_every, "--checkpoint-every needs --checkpoint DIR"),
-            )
+            if self.resume:
+                raise DataError("--resume needs --checkpoint DIR")
+            if self.checkpoint_every is not None:
+                raise DataError("--checkpoint-every needs --checkpoint DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings(RunSettings):
-    """The settings of embedding tables: where they are, their limits, and how they are
-    sharded.
-    """
+    """The settings of embedding tables: their places, limits and sharding."""
 
     backend: Literal["recstore", "fused"] = flag(
         "recstore", MODEL, "recstore: dynamic tables. fused: stock TorchRec."
@@ -328,16 +326,12 @@ class TableSettings(RunSettings):
     def limit_flags(self) -> list[str]:
         """The flags of the limits that are set."""
         return [
-            f"--{name.replace('_', '-')}"
-            for name, value in self.limits.items()
-            if value is not None
+            flag_name(name) for name, value in self.limits.items() if value is not None
         ]
 
     @property
     def access_files(self) -> dict[str, Path | None]:
-        """The certificates and keys of connections to servers, by the name of their
-        setting.
-        """
+        """The certificates and keys of connections to servers, by setting."""
         return {
             "tls_ca": self.tls_ca,
             "tls_cert": self.tls_cert,
@@ -369,20 +363,19 @@ class TableSettings(RunSettings):
             name: None if file is None else str(file)
             for name, file in self.access_files.items()
         }
-        return replace(
-            options,
-            servers=Servers(addresses, staleness=self.staleness, token=token, **files),
-        )
+        servers = Servers(addresses, staleness=self.staleness, token=token, **files)
+        return replace(options, servers=servers)
 
     def shown(self) -> dict[str, Any]:
         """See :meth:`RunSettings.shown`.
 
         ``bounds`` are the limits, with the credentials removed from a URL.
         """
-        store = None if self.cold_store is None else cold_store_of_flag(self.cold_store)
-        limits = self.limits | (
-            {"cold_store": store.public_url} if isinstance(store, RedisStore) else {}
-        )
+        limits = self.limits
+        if self.cold_store is not None:
+            store = cold_store_of_flag(self.cold_store)
+            if isinstance(store, RedisStore):
+                limits["cold_store"] = store.public_url
         shown = {
             name: value
             for name, value in super().shown().items()
@@ -391,68 +384,61 @@ class TableSettings(RunSettings):
         return shown | {"bounds": limits}
 
     def check_tables(self, world_size: int) -> None:
-        """Raises a DataError if a setting contradicts another setting, or does not fit
-        the number of ranks.
+        """Checks the settings of the tables.
+
+        Raises:
+            DataError: A setting contradicts another setting, or does not fit the number
+                of ranks.
         """
-        uneven = self.batch_size % world_size
-        fused, row_wise = self.backend == "fused", self.sharding == "row_wise"
-        refuse(
-            (
-                uneven,
-                (
-                    f"--batch-size {self.batch_size} cannot be split evenly over"
-                    f" {world_size} ranks"
-                ),
-            ),
-            (
-                fused and row_wise,
-                (
-                    "--backend fused has no row_wise sharding on CPU: TorchRec's"
-                    " sharder does not offer it"
-                ),
-            ),
-            (
-                fused and self.limit_flags,
-                (
-                    f"{' '.join(self.limit_flags[:1])} is for --backend recstore: stock"
-                    " tables keep every row"
-                ),
-            ),
-            (fused and self.servers is not None, "--servers is for --backend recstore"),
-            (
-                self.servers is None
-                and any((self.token_file, *self.access_files.values())),
-                "--token-file, --tls-ca, --tls-cert and --tls-key need --servers",
-            ),
-            (
-                fused and self.dim % 4,
-                (
-                    "--backend fused needs a --dim that is a multiple of 4, not"
-                    f" {self.dim}"
-                ),
-            ),
-            (
-                self.servers is not None and row_wise,
-                (
-                    "--servers needs --sharding table_wise: the servers distribute the"
-                    " rows of a table"
-                ),
-            ),
-            (
-                self.servers is not None and self.cold_store is not None,
-                (
-                    "--cold-store cannot be used with --servers: each server chooses"
-                    " its own"
-                ),
-            ),
-            (
-                row_wise and self.max_rows is not None and self.max_rows < world_size,
-                (
-                    f"--max-rows {self.max_rows} is less than the {world_size} ranks"
-                    " that share a table's rows"
-                ),
-            ),
-        )
+        if self.batch_size % world_size != 0:
+            raise DataError(
+                f"--batch-size {self.batch_size} cannot be split evenly over"
+                f" {world_size} ranks"
+            )
+        if self.backend == "fused":
+            self._check_stock_tables()
+        access = (self.token_file, *self.access_files.values())
+        if self.servers is None and any(access):
+            raise DataError(
+                "--token-file, --tls-ca, --tls-cert and --tls-key need --servers"
+            )
+        if self.backend == "fused" and self.dim % 4 != 0:
+            raise DataError(
+                f"--backend fused needs a --dim that is a multiple of 4, not {self.dim}"
+            )
+        row_wise = self.sharding == "row_wise"
+        if self.servers is not None and row_wise:
+            raise DataError(
+                "--servers needs --sharding table_wise: the servers distribute the rows"
+                " of a table"
+            )
+        if self.servers is not None and self.cold_store is not None:
+            raise DataError(
+                "--cold-store cannot be used with --servers: each server chooses its"
+                " own"
+            )
+        if row_wise and self.max_rows is not None and self.max_rows < world_size:
+            raise DataError(
+                f"--max-rows {self.max_rows} is less than the {world_size} ranks that"
+                " share a table's rows"
+            )
+        self._check_options()
+
+    def _check_stock_tables(self) -> None:
+        if self.sharding == "row_wise":
+            raise DataError(
+                "--backend fused has no row_wise sharding on CPU: TorchRec's sharder"
+                " does not offer it"
+            )
+        if self.limit_flags:
+            raise DataError(
+                f"{self.limit_flags[0]} is for --backend recstore: stock tables keep"
+                " every row"
+            )
+        if self.servers is not None:
+            raise DataError("--servers is for --backend recstore")
+
+    def _check_options(self) -> None:
         try:
             replace(self, servers=None).options()
         except ValueError as error:

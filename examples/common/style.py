@@ -1,5 +1,4 @@
-"""The pages that the examples write: the style sheet, parts of a page, and plots as
-SVG.
+"""The pages that the examples write: style sheet, parts of a page, and SVG plots.
 
 Needs no torch.
 """
@@ -16,13 +15,13 @@ from typing import Any, NamedTuple
 # Universal Design, 2008.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 ON_BLACK = ("#56B4E9", "#FF8C4C", "#2FCB9B", "#E39CC4", "#F0C04A", "#A5D8F5")
-REST = "#999"  # of lines without a name
+REST = "#999"
+"""The colour of lines without a name."""
 
 SIDE = 1000
-"""The width and the height of a plot in its own units, which stretch to the size on the
-page.
+"""The width and the height of a plot in its own units.
 
-Texts do not stretch.
+The units stretch to the size on the page. Texts do not stretch.
 """
 LONG = 28  # characters
 # At this width of the page and below, a plot has fewer numbers on its horizontal axis.
@@ -41,36 +40,113 @@ def _variables(colours: Sequence[str]) -> str:
     return "; ".join(f"--c{number}: {colour}" for number, colour in enumerate(colours))
 
 
+# The sheet is the same for every page; the colours stand in variables.
+_SHEET = """
+* { box-sizing: border-box }
+body {
+  margin: 0 auto;
+  padding: 1rem;
+  max-width: 84rem;
+  background: var(--back);
+  color: var(--fore);
+  font: 1rem/1.5 system-ui, sans-serif;
+  overflow-wrap: break-word;
+}
+h1 { font-size: 1.6rem; margin: 0.5rem 0 }
+h2 { font-size: 1.2rem; margin: 2rem 0 0.5rem }
+p { margin: 0.3rem 0 }
+.faint { color: var(--faint) }
+
+.facts {
+  display: flex;
+  flex-wrap: wrap;
+  gap: 0.75rem;
+  margin: 1rem 0;
+  padding: 0;
+}
+.facts div {
+  background: var(--card);
+  border: 1px solid var(--line);
+  border-radius: 0.5rem;
+  padding: 0.5rem 1rem;
+  flex: 1 1 8rem;
+}
+.facts dt { color: var(--faint); font-size: 0.85rem }
+.facts dd { margin: 0; font-size: 1.3rem; font-weight: 600 }
+.facts dd, .number { white-space: nowrap; font-variant-numeric: tabular-nums }
+
+.plots {
+  display: grid;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr));
+  gap: 1rem;
+}
+.columns {
+  display: grid;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr));
+  gap: 0 2rem;
+}
+
+figure {
+  margin: 0;
+  background: var(--card);
+  border: 1px solid var(--line);
+  border-radius: 0.5rem;
+  padding: 0.75rem;
+}
+.plot {
+  padding-top: 1.7rem;
+  padding-right: calc(var(--right) * 1ch + 1.9rem);
+  padding-bottom: 2.8rem;
+  padding-left: calc(var(--left) * 1ch + 0.7rem);
+  font-size: 0.8rem;
+}
+.plot > svg { display: block; width: 100%; height: 15rem; overflow: visible }
+figure h3 { margin: 0 0 0.5rem; font-size: 1rem }
+figcaption { margin-top: 0.5rem; color: var(--faint); font-size: 0.85rem }
+
+.wide { overflow-x: auto }
+table {
+  border-collapse: collapse;
+  width: 100%;
+  font-variant-numeric: tabular-nums;
+}
+td.long { overflow-wrap: anywhere }
+th, td {
+  padding: 0.2rem 0.6rem;
+  border-bottom: 1px solid var(--line);
+  text-align: left;
+  vertical-align: top;
+}
+.wide th, .wide td { text-align: right; white-space: nowrap }
+.wide tr > :first-child { text-align: left }
+tfoot td { font-weight: 600 }
+"""
+
 STYLE = f"""
-:root {{ color-scheme: light dark; {_variables(COLOURS)};
-  --back: #fff; --fore: #1a1a1a; --faint: #5c5c5c; --line: #d9d9d9; --card: #f6f6f6 }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ {_variables(ON_BLACK)};
-    --back: #16181c; --fore: #e8e8e8; --faint: #a5a5a5; --line: #3a3d42; --card: #202329 }}
+:root {{
+  color-scheme: light dark;
+  {_variables(COLOURS)};
+  --back: #fff;
+  --fore: #1a1a1a;
+  --faint: #5c5c5c;
+  --line: #d9d9d9;
+  --card: #f6f6f6;
 }}
-* {{ box-sizing: border-box }}
-body {{ margin: 0 auto; padding: 1rem; max-width: 84rem; background: var(--back); color: var(--fore);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: break-word }}
-h1 {{ font-size: 1.6rem; margin: 0.5rem 0 }} h2 {{ font-size: 1.2rem; margin: 2rem 0 0.5rem }}
-p {{ margin: 0.3rem 0 }} .faint {{ color: var(--faint) }}
-.facts {{ display: flex; flex-wrap: wrap; gap: 0.75rem; margin: 1rem 0; padding: 0 }}
-.facts div {{ background: var(--card); border: 1px solid var(--line); border-radius: 0.5rem; padding: 0.5rem 1rem;
-  flex: 1 1 8rem }}
-.facts dt {{ color: var(--faint); font-size: 0.85rem }} .facts dd {{ margin: 0; font-size: 1.3rem; font-weight: 600 }}
-.facts dd, .number {{ white-space: nowrap; font-variant-numeric: tabular-nums }}
-.plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); gap: 1rem }}
-.columns {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 0 2rem }}
-figure {{ margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 0.5rem; padding: 0.75rem }}
-.plot {{ padding: 1.7rem calc(var(--right) * 1ch + 1.9rem) 2.8rem calc(var(--left) * 1ch + 0.7rem); font-size: 0.8rem }}
-.plot > svg {{ display: block; width: 100%; height: 15rem; overflow: visible }}
-@media (max-width: {NARROW_REM}rem) {{ .plot .between {{ display: none }} table {{ font-size: 0.85rem }} }}
-figure h3 {{ margin: 0 0 0.5rem; font-size: 1rem }}
-figcaption {{ margin-top: 0.5rem; color: var(--faint); font-size: 0.85rem }}
-.wide {{ overflow-x: auto }} table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }}
-td.long {{ overflow-wrap: anywhere }}
-th, td {{ padding: 0.2rem 0.6rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }}
-.wide th, .wide td {{ text-align: right; white-space: nowrap }} .wide tr > :first-child {{ text-align: left }}
-tfoot td {{ font-weight: 600 }}
+@media (prefers-color-scheme: dark) {{
+  :root {{
+    {_variables(ON_BLACK)};
+    --back: #16181c;
+    --fore: #e8e8e8;
+    --faint: #a5a5a5;
+    --line: #3a3d42;
+    --card: #202329;
+  }}
+}}
+{_SHEET}
+@media (max-width: {NARROW_REM}rem) {{
+  .plot .between {{ display: none }}
+  table {{ font-size: 0.85rem }}
+}}
 """
 
 
@@ -82,11 +158,19 @@ def document(title: str, body: str, head: str = "") -> str:
         body: The body, as HTML.
         head: More elements of the head, as HTML. Default: none.
     """
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"{head}<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+{head}<title>{escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
 
 
 def facts(shown: Mapping[str, str]) -> str:
@@ -103,17 +187,22 @@ def cell(text: str) -> str:
 
     Only a long text, such as a path, may break anywhere: a number must not.
     """
-    return f'<td class="{"number" if len(text) < LONG else "long"}">{escape(text)}</td>'
+    kind = "number" if len(text) < LONG else "long"
+    return f'<td class="{kind}">{escape(text)}</td>'
 
 
 def spread(places: list[float], gap: float) -> list[float]:
-    """Moves ascending positions between 0 and 1 apart, to a distance of ``gap`` or less
-    if there is not enough room.
+    """Moves ascending positions between 0 and 1 apart, to a distance of ``gap``.
+
+    The distance is smaller if there is not enough room.
     """
-    gap = min(gap, 1 / max(len(places) - 1, 1))
+    num_gaps = max(len(places) - 1, 1)
+    gap = min(gap, 1 / num_gaps)
     moved: list[float] = []
     for place in places:
-        moved.append(max(place, moved[-1] + gap) if moved else place)
+        if moved:
+            place = max(place, moved[-1] + gap)
+        moved.append(place)
     limit = 1.0
     for number in reversed(range(len(moved))):
         moved[number] = min(moved[number], limit)
@@ -147,7 +236,7 @@ def figure(
     x_of: Callable[[float], str] = "{:g}".format,
     unit: str = "",
     x_unit: str = "",
-    left: float | None = None,
+    first_x: float | None = None,
     zero: bool = False,
     stacked: bool = False,
 ) -> str:
@@ -161,107 +250,112 @@ def figure(
         x_of: A function that formats a position on the horizontal axis.
         unit: The unit of the heights.
         x_unit: The unit of the horizontal axis.
-        left: The begin of the horizontal axis. Default: the smallest position.
+        first_x: The begin of the horizontal axis. Default: the smallest position.
         zero: Whether the vertical axis begins at zero.
         stacked: Whether the lines, which have the same positions, are areas on top of
             each other.
     """
-    drawing = (
-        _svg(lines, str_of, x_of, unit, x_unit, left, zero, stacked, text)
-        if lines
-        else "<p>No point yet.</p>"
+    if lines:
+        paths = [list(line.points) for line in lines]
+        if stacked:
+            paths = _stacked(paths)
+        axes = _axes(paths, first_x, from_zero=zero or stacked)
+        drawing = _svg(lines, paths, axes, str_of, x_of, unit, x_unit, stacked, text)
+    else:
+        drawing = "<p>No point yet.</p>"
+    caption = f"<figcaption>{escape(text)}</figcaption>"
+    return f"<figure><h3>{escape(title)}</h3>{drawing}{caption}</figure>"
+
+
+class _Axes(NamedTuple):
+    """The axes of a plot.
+
+    Attributes:
+        first_x: The begin of the horizontal axis.
+        last_x: The end of the horizontal axis.
+        ticks: The marked heights. The first and the last are the ends of the vertical
+            axis.
+    """
+
+    first_x: float
+    last_x: float
+    ticks: list[float]
+
+    def place_x(self, x: float) -> float:
+        """Returns a horizontal position in units of the plot."""
+        return (x - self.first_x) / (self.last_x - self.first_x) * SIDE
+
+    def place_y(self, y: float) -> float:
+        """Returns a vertical position in units of the plot, from the top."""
+        low = self.ticks[0]
+        high = self.ticks[-1]
+        return (high - y) / (high - low) * SIDE
+
+
+def _axes(paths: list[Any], first_x: float | None, from_zero: bool) -> _Axes:
+    """Returns the axes of a plot that has room for all points."""
+    points = [point for path in paths for point in path]
+    xs = [x for x, _ in points]
+    ys = [y for _, y in points if y is not None]
+    if first_x is None:
+        first_x = min(xs)
+    low = 0.0 if from_zero else min(ys)
+    return _Axes(
+        first_x=first_x,
+        last_x=max(*xs, first_x + 1),
+        ticks=_ticks(low, max(ys), max_ticks=5),
     )
-    return f"<figure><h3>{escape(title)}</h3>{drawing}<figcaption>{escape(text)}</figcaption></figure>"
 
 
 def _svg(
     lines: Sequence[Line],
+    paths: list[Any],
+    axes: _Axes,
     str_of: Callable[[float], str],
     x_of: Callable[[float], str],
     unit: str,
     x_unit: str,
-    left: float | None,
-    zero: bool,
     stacked: bool,
     text: str,
 ) -> str:
-    rest = [colour(number) for number in range(len(COLOURS))]
-    chosen = [line.colour or rest.pop(0) for line in lines]
-    paths = [list(line.points) for line in lines]
-    if stacked:
-        paths = _stacked(paths)
-    xs = [x for path in paths for x, _ in path]
-    ys = [y for path in paths for _, y in path if y is not None]
-    first = min(xs) if left is None else left
-    last = max(*xs, first + 1)
-    ticks = _ticks(0.0 if zero or stacked else min(ys), max(ys), 5)
-    low, high = ticks[0], ticks[-1]
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return (x - first) / (last - first) * SIDE, (high - y) / (high - low) * SIDE
-
-    texts, grid, drawn = [], [], []
-    heights = [str_of(tick) for tick in ticks]
-    for tick, height in zip(ticks, heights, strict=True):
-        at = place(first, tick)[1]
-        grid.append(
-            f'<path d="M0 {at:.1f}H{SIDE}" stroke="currentColor" stroke-opacity="0.15"'
-            f" {_STEADY}/>"
-        )
+    """Draws the lines between their axes, and their labels beside them."""
+    grid = [_grid_line(axes.place_y(tick)) for tick in axes.ticks]
+    heights = [str_of(tick) for tick in axes.ticks]
+    texts = []
+    for tick, height in zip(axes.ticks, heights, strict=True):
+        y = axes.place_y(tick) / SIDE
         texts.append(
-            f'<text y="{at / SIDE:.2%}" dx="-8" dy="5"'
-            f' text-anchor="end">{escape(height)}</text>'
+            f'<text y="{y:.2%}" dx="-8" dy="5" text-anchor="end">{escape(height)}</text>'
         )
-    shown = [tick for tick in _ticks(first, last, 6) if first <= tick <= last]
-    for number, tick in enumerate(shown):
-        kind = ' class="between"' if number % 2 and len(shown) > 3 else ""
-        at = place(tick, low)[0] / SIDE
-        texts.append(
-            f'<text{kind} x="{at:.2%}" y="100%" dy="20"'
-            f' text-anchor="middle">{escape(x_of(tick))}</text>'
-        )
-    labels = []
-    for number, (line, path, paint) in enumerate(
-        zip(lines, paths, chosen, strict=True)
-    ):
-        below = [(x, 0.0) for x, _ in path] if number == 0 else paths[number - 1]
+    texts += _x_texts(axes, x_of)
+
+    shapes: list[str] = []
+    labels: list[tuple[float, str, str]] = []  # height, label, colour
+    unused_colours = [colour(number) for number in range(len(COLOURS))]
+    for number, (line, path) in enumerate(zip(lines, paths, strict=True)):
+        paint = line.colour or unused_colours.pop(0)
+        label_y = next(y for _, y in reversed(path) if y is not None)
         if stacked:
-            corners = " ".join(
-                f"{x:.1f},{y:.1f}"
-                for x, y in (place(*point) for point in path + below[::-1])
-            )
-            drawn.append(f'<polygon points="{corners}" fill="{paint}"/>')
+            bottom = paths[number - 1] if number else [(x, 0.0) for x, _ in path]
+            label_y = (label_y + bottom[-1][1]) / 2
+            shapes.append(_area(path + bottom[::-1], paint, axes))
         else:
-            drawn += _drawn(line, paint, place)
+            shapes += _line(line, paint, axes)
         if line.label:
-            end = next(y for _, y in reversed(path) if y is not None)
-            labels.append(
-                (
-                    place(last, (end + below[-1][1]) / 2 if stacked else end)[1] / SIDE,
-                    line.label,
-                    paint,
-                )
-            )
+            labels.append((axes.place_y(label_y) / SIDE, line.label, paint))
     labels.sort()
-    ends = spread([at for at, *_ in labels], gap=0.07)
-    for at, (_, label, paint) in zip(ends, labels, strict=True):
-        mark = f'<tspan fill="{paint}">\u25a0</tspan>'
-        texts.append(
-            f'<text x="100%" y="{at:.2%}" dx="8" dy="5">{mark}<tspan'
-            f' dx="5">{escape(label)}</tspan></text>'
-        )
-    room = (
-        f"--left: {max(map(len, heights))}; --right:"
-        f" {max((len(label) for _, label, _ in labels), default=0)}"
-    )
+    texts += _label_texts(labels)
+
+    longest_height = max(len(height) for height in heights)
+    longest_label = max((len(label) for _, label, _ in labels), default=0)
     return (
-        f'<div class="plot" style="{room}"><svg role="img" fill="currentColor"'
-        f' aria-label="{escape(text)}">'
+        f'<div class="plot" style="--left: {longest_height}; --right: {longest_label}">'
+        f'<svg role="img" fill="currentColor" aria-label="{escape(text)}">'
         f'<text dy="-14">{escape(unit)}</text>'
         f'<text x="50%" y="100%" dy="40" text-anchor="middle">{escape(x_unit)}</text>'
-        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" width="100%"'
-        ' height="100%" overflow="visible">'
-        f"{''.join(grid + drawn)}</svg>{''.join(texts)}</svg></div>"
+        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none"'
+        ' width="100%" height="100%" overflow="visible">'
+        f"{''.join(grid + shapes)}</svg>{''.join(texts)}</svg></div>"
     )
 
 
@@ -269,62 +363,105 @@ def _svg(
 _STEADY = 'vector-effect="non-scaling-stroke"'
 
 
+def _grid_line(y: float) -> str:
+    return (
+        f'<path d="M0 {y:.1f}H{SIDE}" stroke="currentColor" stroke-opacity="0.15"'
+        f" {_STEADY}/>"
+    )
+
+
+def _x_texts(axes: _Axes, x_of: Callable[[float], str]) -> list[str]:
+    """Returns the numbers below the horizontal axis. A narrow page shows every other."""
+    ticks = _ticks(axes.first_x, axes.last_x, max_ticks=6)
+    ticks = [tick for tick in ticks if axes.first_x <= tick <= axes.last_x]
+    texts = []
+    for number, tick in enumerate(ticks):
+        hidden_if_narrow = number % 2 == 1 and len(ticks) > 3
+        kind = ' class="between"' if hidden_if_narrow else ""
+        x = axes.place_x(tick) / SIDE
+        texts.append(
+            f'<text{kind} x="{x:.2%}" y="100%" dy="20"'
+            f' text-anchor="middle">{escape(x_of(tick))}</text>'
+        )
+    return texts
+
+
+def _label_texts(labels: list[tuple[float, str, str]]) -> list[str]:
+    """Returns the labels at the ends of the lines, from (height, label, colour)."""
+    heights = spread([height for height, _, _ in labels], gap=0.07)
+    texts = []
+    for y, (_, label, paint) in zip(heights, labels, strict=True):
+        square = f'<tspan fill="{paint}">\u25a0</tspan>'
+        name = f'<tspan dx="5">{escape(label)}</tspan>'
+        texts.append(f'<text x="100%" y="{y:.2%}" dx="8" dy="5">{square}{name}</text>')
+    return texts
+
+
 def _stacked(paths: list[Any]) -> list[Any]:
     """Returns the lines on top of each other."""
     if len(paths[0]) == 1:  # a single point has no area, so a bar is drawn
         paths = [[(x * 0.9, y), (x * 1.1, y)] for ((x, y),) in paths]
     for below, path in pairwise(paths):
-        path[:] = [
-            (x, y + bottom) for (x, y), (_, bottom) in zip(path, below, strict=True)
-        ]
+        for number, ((x, y), (_, bottom)) in enumerate(zip(path, below, strict=True)):
+            path[number] = (x, y + bottom)
     return paths
 
 
-def _drawn(
-    line: Line, paint: str, place: Callable[[float, float], tuple[float, float]]
-) -> list[str]:
+def _area(outline: list[tuple[float, float]], paint: str, axes: _Axes) -> str:
+    corners = [f"{axes.place_x(x):.1f},{axes.place_y(y):.1f}" for x, y in outline]
+    return f'<polygon points="{" ".join(corners)}" fill="{paint}"/>'
+
+
+def _line(line: Line, paint: str, axes: _Axes) -> list[str]:
     """Draws the parts of a line between its gaps.
 
-    Few points, and a point on its own, are dots.
+    The points of a line of few points, and a point on its own, are dots.
     """
     parts: list[list[tuple[float, float]]] = [[]]
     for x, y in line.points:
         if y is not None:
-            parts[-1].append(place(x, y))
+            parts[-1].append((axes.place_x(x), axes.place_y(y)))
         elif parts[-1]:
             parts.append([])
+    if not parts[-1]:
+        parts.pop()
+    has_few_points = sum(len(part) for part in parts) < 20
+
     width = 1 if line.colour == REST else 2.5
     paint = f'fill="none" stroke="{paint}" {_STEADY}'
     dashes = ' stroke-dasharray="6 5"' if line.dashed else ""
-    drawn = []
-    for part in filter(None, parts):
+    shapes = []
+    dots = []
+    for part in parts:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in part)
-        drawn.append(
+        shapes.append(
             f'<polyline points="{points}" {paint} stroke-width="{width}"{dashes}/>'
         )
-    few = sum(map(len, parts)) < 20
-    dots = [point for part in parts if few or len(part) == 1 for point in part]
+        if has_few_points or len(part) == 1:
+            dots += part
     # A line of no length with round ends is a dot of the same size wherever the plot
     # stretches.
     if dots:
         ends = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in dots)
-        drawn.append(
+        shapes.append(
             f'<path d="{ends}" {paint} stroke-width="{2 * width + 1}"'
             ' stroke-linecap="round"/>'
         )
-    return drawn
+    return shapes
 
 
-def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Returns at most about ``most`` round numbers.
+def _ticks(low: float, high: float, max_ticks: int) -> list[float]:
+    """Returns at most about ``max_ticks`` round numbers.
 
     The first is not above ``low``, and the last not below ``high``.
     """
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
         high = low + (abs(low) or 1.0)
-    step = 10 ** math.floor(math.log10((high - low) / most))
-    step *= next(
-        factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= most
-    )
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    step = 10 ** math.floor(math.log10((high - low) / max_ticks))
+    for factor in (1, 2, 5, 10):
+        if (high - low) / (step * factor) <= max_ticks:
+            break
+    step *= factor
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, last + 1)]

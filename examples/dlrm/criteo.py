@@ -1,8 +1,7 @@
-"""Reads the Criteo click log, ``train.txt`` of the Kaggle challenge, plain or gzip, as
-a stream of arrays.
+"""Reads the Criteo click log as a stream of arrays.
 
-The file is read in blocks of bytes, so the memory use does not depend on the size of
-the file.
+The log is ``train.txt`` of the Kaggle challenge, plain or gzip. It is read in blocks of
+bytes, so the memory use does not depend on the size of the file.
 
     source = CriteoFile("train.txt")
     source.scan()                                   # counts and checks all lines
@@ -21,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 
 import numpy as np
 import numpy.typing as npt
@@ -105,15 +105,15 @@ def transform_dense(values: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         float32, the same shape.
     """
     # The sum is computed in float32, because it could overflow in int64.
-    shifted: npt.NDArray[np.float32] = np.maximum(values, -2).astype(
-        np.float32
-    ) + np.float32(3)
+    limited = np.maximum(values, -2).astype(np.float32)
+    shifted: npt.NDArray[np.float32] = limited + np.float32(3)
     return np.log(shifted)
 
 
 def parse_fast(data: bytes) -> Rows | None:
-    """Parses complete lines with the fast parser, which handles only data without any
-    unusual line.
+    """Parses complete lines with the fast parser.
+
+    It handles only data without any unusual line.
 
     Args:
         data: The lines. Each line ends with LF.
@@ -125,25 +125,20 @@ def parse_fast(data: bytes) -> Rows | None:
         return None
     buffer = np.frombuffer(data, np.uint8)
     # Tab and newline are the only bytes below "-" in the alphabet.
-    ends = np.flatnonzero(buffer < ord("-"))
+    field_ends = np.flatnonzero(buffer < ord("-"))
     num_rows = data.count(b"\n")
-    if (
-        len(ends) != num_rows * len(COLUMNS)
-        or (buffer[ends[len(COLUMNS) - 1 :: len(COLUMNS)]] != ord("\n")).any()
-    ):
+    if len(field_ends) != num_rows * len(COLUMNS):
         return None
-    lengths = np.diff(ends, prepend=-1).reshape(num_rows, len(COLUMNS)) - 1
-    labels = buffer[ends[:: len(COLUMNS)] - 1] - np.uint8(ord("0"))
-    if (
-        (lengths[:, 0] != 1).any()
-        or (labels > 1).any()
-        or (lengths[:, -NUM_IDS:] > 16).any()
-    ):
+    line_ends = field_ends[len(COLUMNS) - 1 :: len(COLUMNS)]
+    if (buffer[line_ends] != ord("\n")).any():
         return None
-    if (
-        np.diff(ends[len(COLUMNS) - 1 :: len(COLUMNS)], prepend=-1).max(initial=0)
-        > MAX_LINE_BYTES
-    ):
+    lengths = np.diff(field_ends, prepend=-1).reshape(num_rows, len(COLUMNS)) - 1
+    labels = buffer[field_ends[:: len(COLUMNS)] - 1] - np.uint8(ord("0"))
+    if (lengths[:, 0] != 1).any() or (labels > 1).any():
+        return None
+    if (lengths[:, -NUM_IDS:] > 16).any():
+        return None
+    if np.diff(line_ends, prepend=-1).max(initial=0) > MAX_LINE_BYTES:
         return None
     try:
         frame = pl.read_csv(
@@ -162,7 +157,9 @@ def parse_fast(data: bytes) -> Rows | None:
     for column, name in enumerate(ID_NAMES):
         ids[column] = frame[name].to_numpy().view(np.int64)
     return Rows(
-        labels.astype(np.int32), np.ascontiguousarray(transform_dense(dense).T), ids.T
+        labels.astype(np.int32),
+        np.ascontiguousarray(transform_dense(dense).T),
+        ids.T,
     )
 
 
@@ -181,22 +178,17 @@ def find_fault(line: bytes) -> tuple[str | None, str] | None:
         return None, f"the line is longer than {MAX_LINE_BYTES} bytes"
     commas = line.count(b",")
     if len(fields) == 1 and commas in (len(COLUMNS) - 1, len(COLUMNS)):
-        # the first column is the number of the row
-        columns = " | cut -d , -f 2-" if commas == len(COLUMNS) else ""
-        header = "" if line[:1].isdigit() else " | tail -n +2"
-        return (
-            None,
-            (
-                "the columns are separated by commas, as in Kaggle's CSV, and must be"
-                f" separated by tabs: cat FILE{header}{columns} | tr , '\\t' >"
-                " train.txt"
-            ),
+        # The first column may be the number of the row.
+        cut = " | cut -d , -f 2-" if commas == len(COLUMNS) else ""
+        tail = "" if line[:1].isdigit() else " | tail -n +2"
+        reason = (
+            "the columns are separated by commas, as in Kaggle's CSV, and must be"
+            f" separated by tabs: cat FILE{tail}{cut} | tr , '\\t' > train.txt"
         )
+        return None, reason
     if len(fields) != len(COLUMNS):
-        return (
-            None,
-            f"expected {len(COLUMNS)} tab-separated columns, found {len(fields)}",
-        )
+        reason = f"expected {len(COLUMNS)} tab-separated columns, found {len(fields)}"
+        return None, reason
     if fields[0] not in (b"0", b"1"):
         return "label", f"expected 0 or 1, found {_show(fields[0])}"
     for name, field in zip(DENSE_NAMES, fields[1:], strict=False):
@@ -206,10 +198,10 @@ def find_fault(line: bytes) -> tuple[str | None, str] | None:
             return name, f"{_show(field)} is outside int64"
     for name, field in zip(ID_NAMES, fields[-NUM_IDS:], strict=True):
         if not _HEX.fullmatch(field):
-            return (
-                name,
-                f"expected 1 to 16 hexadecimal digits or nothing, found {_show(field)}",
+            reason = (
+                f"expected 1 to 16 hexadecimal digits or nothing, found {_show(field)}"
             )
+            return name, reason
     return None
 
 
@@ -225,19 +217,18 @@ def _integer(field: bytes) -> int:
 
 
 def _parse_slow(lines: list[bytes]) -> Rows:
-    fields = [line.split(b"\t") for line in lines]
-    dense = np.array(
-        [[_integer(field) for field in row[1:-NUM_IDS]] for row in fields], np.int64
-    )
-    ids = np.array(
-        [[int(field or b"0", 16) for field in row[-NUM_IDS:]] for row in fields],
-        np.uint64,
-    )
-    labels = np.array([int(row[0]) for row in fields], np.int32)
+    labels = []
+    dense = []
+    ids = []
+    for line in lines:
+        label, *fields = line.split(b"\t")
+        labels.append(int(label))
+        dense.append([_integer(field) for field in fields[:NUM_DENSE]])
+        ids.append([int(field or b"0", 16) for field in fields[NUM_DENSE:]])
     return Rows(
-        labels,
-        transform_dense(dense.reshape(-1, NUM_DENSE)),
-        ids.reshape(-1, NUM_IDS).view(np.int64),
+        np.array(labels, np.int32),
+        transform_dense(np.array(dense, np.int64).reshape(-1, NUM_DENSE)),
+        np.array(ids, np.uint64).reshape(-1, NUM_IDS).view(np.int64),
     )
 
 
@@ -264,16 +255,17 @@ def parse(data: bytes, on_bad: Callable[[int, str | None, str], None]) -> Rows:
     for index, line in enumerate(data.split(b"\n")[:-1]):
         # One match of the whole line is many times faster than checking each field.
         # Numbers of 19 digits may overflow and are checked by find_fault.
-        plain = (
+        is_plain = (
             len(line) < 1024
             and _GOOD_LINE.fullmatch(line)
             and not _LONG_NUMBER.search(line)
         )
-        fault = None if plain else find_fault(line)
+        fault = None if is_plain else find_fault(line)
         if fault is None:
             good.append(line)
         else:
-            on_bad(index, *fault)
+            column, reason = fault
+            on_bad(index, column, reason)
     rows = parse_fast(b"".join(line + b"\n" for line in good))
     return rows if rows is not None else _parse_slow(good)
 
@@ -288,33 +280,44 @@ def _read_blocks(path: str, offset: int, block_bytes: int) -> Iterator[bytes]:
 
     A gzip file is decompressed; its ``offset`` must be 0.
     """
-    packed_file = _is_gzip(path)
+    is_gzip = _is_gzip(path)
     with open(path, "rb", buffering=0) as file:
-        if not packed_file:
+        if is_gzip:
+            try:
+                yield from _unpack(file, path, block_bytes)
+            except zlib.error as error:
+                raise DataError(f"{path}: damaged gzip file: {error}") from error
+        else:
             file.seek(offset)
             while block := file.read(block_bytes):
                 yield block
-            return
-        # zlib is used directly, because GzipFile of Python 3.11 reads only 8 KiB at a
-        # time, through two more layers.
-        member = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        packed = b""
-        try:
-            while packed := packed or file.read(1 << 20):
-                if member.eof:
-                    # More members may follow. Zeros between members are padding, as in
-                    # GzipFile.
-                    packed = packed.lstrip(b"\0")
-                    if not packed:
-                        continue
-                    member = zlib.decompressobj(zlib.MAX_WBITS | 16)
-                if block := member.decompress(packed, block_bytes):
-                    yield block
-                packed = member.unconsumed_tail or member.unused_data
-        except zlib.error as error:
-            raise DataError(f"{path}: damaged gzip file: {error}") from error
-        if not member.eof:
-            raise DataError(f"{path}: the gzip file is truncated")
+
+
+def _unpack(file: FileIO, path: str, block_bytes: int) -> Iterator[bytes]:
+    """Yields the decompressed content of a gzip file.
+
+    zlib is used directly, because GzipFile of Python 3.11 reads only 8 KiB at a time,
+    through two more layers.
+    """
+    member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    packed = b""
+    while True:
+        packed = packed or file.read(1 << 20)
+        if not packed:
+            break
+        if member.eof:
+            # More members may follow. Zeros between members are padding, as in
+            # GzipFile.
+            packed = packed.lstrip(b"\0")
+            if not packed:
+                continue
+            member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        block = member.decompress(packed, block_bytes)
+        if block:
+            yield block
+        packed = member.unconsumed_tail or member.unused_data
+    if not member.eof:
+        raise DataError(f"{path}: the gzip file is truncated")
 
 
 def _read_lines(
@@ -324,18 +327,18 @@ def _read_lines(
 
     Only the last line of the file may have no line ending.
     """
-    rest = b""
+    incomplete = b""
     for block in _read_blocks(path, offset, block_bytes):
-        offset += len(block)
-        cut = block.rfind(b"\n") + 1
-        if cut:
-            yield rest + block[:cut], offset - len(block) + cut
-            rest = block[cut:]
+        complete_bytes = block.rfind(b"\n") + 1
+        if complete_bytes:
+            yield incomplete + block[:complete_bytes], offset + complete_bytes
+            incomplete = block[complete_bytes:]
         else:
             # One byte over the limit is enough to recognize the line as bad.
-            rest = (rest + block)[: MAX_LINE_BYTES + 1]
-    if rest:
-        yield rest, offset
+            incomplete = (incomplete + block)[: MAX_LINE_BYTES + 1]
+        offset += len(block)
+    if incomplete:
+        yield incomplete, offset
 
 
 def _count_lines(data: bytes) -> int:
@@ -395,8 +398,9 @@ class CriteoFile:
         return len(self.bad_lines)
 
     def scan(self, on_progress: Callable[[int], None] = lambda num_lines: None) -> None:
-        """Reads the whole file once, and counts and checks all lines, so that no
-        training starts on a bad file.
+        """Reads the whole file once, and counts and checks all lines.
+
+        No training then starts on a bad file.
 
         Args:
             on_progress: A function that is called after every chunk with the number of
@@ -408,7 +412,10 @@ class CriteoFile:
                 truncated.
             OSError: The file cannot be read.
         """
-        first = begin = checksum = num_rows = 0
+        first = 0
+        begin = 0
+        checksum = 0
+        num_rows = 0
         marks = []
         bad_lines = array("q")
 
@@ -424,10 +431,10 @@ class CriteoFile:
             begin = end
             on_progress(num_rows - first)
         if num_rows == len(bad_lines):
-            raise DataError(
-                f"{self.path}: {'no good row' if num_rows else 'the file is empty'}"
-            )
-        self.num_rows, self.bad_lines = num_rows, bad_lines
+            fault = "no good row" if num_rows else "the file is empty"
+            raise DataError(f"{self.path}: {fault}")
+        self.num_rows = num_rows
+        self.bad_lines = bad_lines
         self.fingerprint = f"{num_rows:,} rows of checksum {checksum:08x}"
         # The offsets count uncompressed bytes, so reading of a gzip file can only begin
         # at its start.
@@ -443,10 +450,12 @@ class CriteoFile:
             yield parse(data, partial(self._on_bad, first))
 
     def _chunks(self, start: int, stop: int | None) -> Iterator[tuple[int, bytes, int]]:
-        """Yields (number of the first line, complete lines, offset of their end) for
-        lines ``[start, stop)``.
+        """Yields lines ``[start, stop)`` in chunks.
+
+        A chunk is (number of the first line, complete lines, offset of their end).
         """
-        first, offset = self.marks[bisect_right(self.marks, (start, sys.maxsize)) - 1]
+        mark = bisect_right(self.marks, (start, sys.maxsize)) - 1
+        first, offset = self.marks[mark]
         for data, end in _read_lines(self.path, offset, self.chunk_bytes):
             if stop is not None and first >= stop:
                 return
@@ -462,7 +471,7 @@ class CriteoFile:
 
     def _on_bad(self, first: int, index: int, column: str | None, reason: str) -> None:
         if not self.skip_bad_rows:
-            place = f"line {first + index + 1}" + (
-                f", column {column}" if column else ""
-            )
+            place = f"line {first + index + 1}"
+            if column:
+                place += f", column {column}"
             raise BadRowError(f"{self.path}, {place}: {reason}")

@@ -1,17 +1,24 @@
-"""Export a DLRM that was trained by ``train.py`` to a TorchScript file, which runs
-without this project.
+"""Export a DLRM that was trained by ``train.py`` to a TorchScript file.
 
     python examples/dlrm/train.py --data train.txt --checkpoint run
-    python examples/dlrm/export.py --checkpoint run --out dlrm.pt                       # int8 rows
-    python examples/dlrm/export.py --checkpoint run --out dlrm.pt --check train.txt     # compares the test AUC
+    # int8 rows
+    python examples/dlrm/export.py --checkpoint run --out dlrm.pt
+    # compares the test AUC
+    python examples/dlrm/export.py --checkpoint run --out dlrm.pt --check train.txt
+
+The file runs without this project.
 
 The ``forward(dense, ids)`` of the file takes dense features (B, 13) float32 and ids (B,
 26) int64, and returns logits (B,). docs/serving.md describes how to serve the file, in
 Python with fbgemm_gpu or in C++.
 """
 
-# ruff: noqa: E402, RUF009  (flags are read before the import of TorchRec, which takes seconds, and are fields)
-# This file does not import annotations from __future__, because TorchScript reads the annotations of Served.
+# Flags are read before the import of TorchRec, which takes seconds: E402.
+# A flag is the field of a dataclass: RUF009.
+# ruff: noqa: E402, RUF009
+
+# This file does not import annotations from __future__, because TorchScript reads the
+# annotations of Served.
 
 import sys
 from contextlib import closing
@@ -22,7 +29,7 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common.command import DataError, run
-from common.settings import flag, settings_of_flags
+from common.settings import flag, flag_name, settings_of_flags
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Export:
     )
 
 
-asked = settings_of_flags(Export) if __name__ == "__main__" else None
+export_settings = settings_of_flags(Export) if __name__ == "__main__" else None
 
 import torch
 from common.checkpoints import CheckpointFolder
@@ -102,8 +109,11 @@ class Served(nn.Module):
         self._features = list(ID_NAMES)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """Returns the logits, (B,), of dense features (B, 13) float32 and ids (B, 26)
-        int64.
+        """Returns the logits of samples, (B,).
+
+        Args:
+            dense: (B, 13) float32. The dense features.
+            ids: (B, 26) int64. One id for each feature.
         """
         values = ids.t().reshape(-1)
         features = KeyedJaggedTensor(
@@ -113,82 +123,97 @@ class Served(nn.Module):
         return logits.squeeze(1)
 
 
-def export(asked: Export) -> None:
-    """Exports the model, compares the test AUC if ``check`` is set, and prints a
-    report.
+def export(export_settings: Export) -> None:
+    """Exports the model and prints a report.
+
+    The test AUC is compared if ``check`` is set.
 
     Raises:
         DataError: The checkpoint, the data or a file cannot be used.
     """
-    check_file(asked.json_out)
-    check_file(asked.out)
+    out = export_settings.out
+    check_file(export_settings.json_out)
+    check_file(out)
     with process_group():
-        info = checkpoint_at(asked.checkpoint)
-        settings = settings_of_run(info, asked)
-        source = None if asked.check is None else source_of_run(info, settings)
+        info = checkpoint_at(export_settings.checkpoint)
+        settings = settings_of_run(info, export_settings)
+        source = None
+        if export_settings.check is not None:
+            source = source_of_run(info, settings)
         trained, _ = build(settings)
         try:
             load_checkpoint(trained, info.path)
-            which = {"min_frequency": asked.min_frequency, "top_rows": asked.top_rows}
             model = Served(trained.module.model).eval()
-            export_for_inference(model, asked.out, dtype=DTYPES[asked.dtype], **which)
+            export_for_inference(
+                model,
+                out,
+                dtype=DTYPES[export_settings.dtype],
+                min_frequency=export_settings.min_frequency,
+                top_rows=export_settings.top_rows,
+            )
         except (ValueError, OSError) as error:
             raise DataError(str(error)) from error
+        file_bytes = out.stat().st_size
+        rows = sum(table.rows for table in info.tables.values())
         result: dict[str, Any] = {
             "checkpoint": str(info.path),
-            "out": str(asked.out),
-            "dtype": asked.dtype,
-            "bytes": asked.out.stat().st_size,
+            "out": str(out),
+            "dtype": export_settings.dtype,
+            "bytes": file_bytes,
             "checkpoint_bytes": info.bytes,
-            "rows": sum(table.rows for table in info.tables.values()),
+            "rows": rows,
         }
         console = Console(highlight=False)
         console.print(
-            f"{asked.out}: {asked.dtype}, {decimal(result['bytes'])}", soft_wrap=True
+            f"{out}: {export_settings.dtype}, {decimal(file_bytes)}", soft_wrap=True
         )
-        console.print(
-            f"checkpoint         {decimal(info.bytes)}, {result['rows']:,} rows"
-        )
+        console.print(f"checkpoint         {decimal(info.bytes)}, {rows:,} rows")
         if source is not None:
-            # the file is compared
-            aucs = aucs_of([model, torch.jit.load(asked.out)], settings, source)
-            result["test_auc_trained"], result["test_auc_exported"] = aucs
-            console.print(f"test AUC, trained  {aucs[0]:.6f}")
-            console.print(f"test AUC, exported {aucs[1]:.6f}")
-        write_json(asked.json_out, result)
+            exported = torch.jit.load(out)  # the file is compared
+            trained_auc, exported_auc = aucs_of([model, exported], settings, source)
+            result["test_auc_trained"] = trained_auc
+            result["test_auc_exported"] = exported_auc
+            console.print(f"test AUC, trained  {trained_auc:.6f}")
+            console.print(f"test AUC, exported {exported_auc:.6f}")
+        write_json(export_settings.json_out, result)
 
 
 def checkpoint_at(path: Path) -> CheckpointInfo:
     """Returns the metadata of a checkpoint, or of the newest one in a folder."""
-    newest = (
-        None
-        if (path / "metadata.json").exists() or not path.is_dir()
-        else CheckpointFolder(path, 1).newest()
-    )
+    newest = None
+    if path.is_dir() and not (path / "metadata.json").exists():
+        newest = CheckpointFolder(path, keep=1).newest()
     try:
         return newest or read_info(path)
     except (ValueError, OSError) as error:
         raise DataError(str(error)) from error
 
 
-def settings_of_run(info: CheckpointInfo, asked: Export) -> Settings:
-    """Returns the settings of the run that wrote a checkpoint, as far as the model
-    depends on them.
+def settings_of_run(info: CheckpointInfo, export_settings: Export) -> Settings:
+    """Returns the settings of the run that wrote a checkpoint.
+
+    Settings on which the model does not depend have their default values.
     """
     identity = (info.training_state or {}).get("identity")
     if not isinstance(identity, dict):
         raise DataError(f"{info.path} was not written by train.py")
     names = ("dim", "dtype", "optimizer", "lr", "dense_lr", "batch_size", "seed")
-    given = {name: identity[f"--{name.replace('_', '-')}"] for name in names}
-    if half_life := identity.get("--half-life-steps"):  # frequencies are halved by it
-        most = max(table.rows for table in info.tables.values())
-        given |= {
-            "max_rows": max(1, most),
-            "eviction": "lfu",
-            "half_life_steps": half_life,
-        }
-    data = Path(asked.check) if asked.check not in (None, "generated") else None
-    return Settings(data=data, limit_rows=asked.limit_rows, skip_bad_rows=True, **given)
+    model_settings = {name: identity[flag_name(name)] for name in names}
+    half_life = identity.get("--half-life-steps")
+    if half_life:  # the frequencies are halved by it
+        max_rows = max(table.rows for table in info.tables.values())
+        model_settings["max_rows"] = max(1, max_rows)
+        model_settings["eviction"] = "lfu"
+        model_settings["half_life_steps"] = half_life
+    data = None
+    if export_settings.check not in (None, "generated"):
+        data = Path(export_settings.check)
+    return Settings(
+        data=data,
+        limit_rows=export_settings.limit_rows,
+        skip_bad_rows=True,
+        **model_settings,
+    )
 
 
 def source_of_run(info: CheckpointInfo, settings: Settings) -> RowSource:
@@ -212,14 +237,12 @@ def aucs_of(models: list[Any], settings: Settings, source: RowSource) -> list[fl
         for batch in batches:
             ids = batch.sparse_features.values().view(-1, len(batch.labels)).t()
             for model, auc in zip(models, aucs, strict=True):
+                logits = model(batch.dense_features, ids)
                 # In float64, because the float32 sigmoid of large logits is exactly 1,
                 # which would make ties.
-                auc.update(
-                    torch.sigmoid(model(batch.dense_features, ids).double()),
-                    batch.labels,
-                )
+                auc.update(torch.sigmoid(logits.double()), batch.labels)
     return [float(auc.compute()) for auc in aucs]
 
 
 if __name__ == "__main__":
-    run(lambda: export(asked))
+    run(lambda: export(export_settings))

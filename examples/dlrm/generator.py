@@ -11,6 +11,7 @@ at any row.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,9 +63,8 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def _unit(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
     """Maps hashes to uniformly distributed floats of mean 0 and variance 1."""
-    centred = (values >> _UINT64(40)).astype(np.float32) * np.float32(
-        2**-23
-    ) - np.float32(1)
+    top_bits = (values >> _UINT64(40)).astype(np.float32)
+    centred = top_bits * np.float32(2**-23) - np.float32(1)
     return centred * np.float32(3**0.5)
 
 
@@ -98,18 +98,13 @@ class Generator:
         self.num_rows = num_rows
         self.seed = seed
         self.fingerprint = f"{num_rows:,} generated rows of seed {seed}"
-        salts = np.arange(1, 2 * NUM_IDS + 1, dtype=np.uint64) + _UINT64(
-            seed % 2**32
-        ) * _UINT64(1 << 20)
-        self._id_salts, self._effect_salts = (
-            _mix(salts)[:NUM_IDS],
-            _mix(salts)[NUM_IDS:],
-        )
-        self._dense_weights = (
-            np.random.default_rng([seed, 1])
-            .choice([-1, 1], NUM_DENSE)
-            .astype(np.float32)
-        )
+        first_number = _UINT64(seed % 2**32) * _UINT64(1 << 20)
+        numbers = np.arange(1, 2 * NUM_IDS + 1, dtype=np.uint64) + first_number
+        salts = _mix(numbers)
+        self._id_salts = salts[:NUM_IDS]
+        self._effect_salts = salts[NUM_IDS:]
+        signs = np.random.default_rng([seed, 1]).choice([-1, 1], NUM_DENSE)
+        self._dense_weights = signs.astype(np.float32)
 
     def rows(self, start: int, stop: int) -> Iterator[Rows]:
         """Yields rows ``[start, stop)`` in blocks."""
@@ -122,65 +117,67 @@ class Generator:
 
         Each line ends with a newline.
         """
-        for first, (labels, dense, dense_empty, ids) in self._blocks(start, stop):
+        for first, block in self._blocks(start, stop):
             for row in range(max(start - first, 0), min(stop - first, BLOCK_ROWS)):
-                fields = [str(labels[row])]
-                fields += [
-                    "" if empty else str(x)
-                    for x, empty in zip(dense[row], dense_empty[row], strict=True)
-                ]
-                fields += [
-                    f"{x:016x}" if x else ""
-                    for x in ids[row].astype(np.uint64).tolist()
-                ]
-                yield "\t".join(fields).encode() + b"\n"
+                yield _line(block, row)
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, _Block]]:
-        for block in range(
-            start // BLOCK_ROWS, -(-stop // BLOCK_ROWS) if start < stop else 0
-        ):
-            yield block * BLOCK_ROWS, self._block(block)
+        """Yields the blocks of rows ``[start, stop)``, each with its first row."""
+        if start >= stop:
+            return
+        for number in range(start // BLOCK_ROWS, math.ceil(stop / BLOCK_ROWS)):
+            yield number * BLOCK_ROWS, self._block(number)
 
-    def _block(self, block: int) -> _Block:
-        random = np.random.default_rng([self.seed, 0, block])
+    def _block(self, number: int) -> _Block:
+        random = np.random.default_rng([self.seed, 0, number])
         logits = np.full(BLOCK_ROWS, BIAS, np.float32)
-        dense = (
-            np.exp(
-                1.0 + 1.5 * random.standard_normal((BLOCK_ROWS, NUM_DENSE), np.float32)
-            ).astype(np.int64)
-            - 2
-        )
+
+        normal = random.standard_normal((BLOCK_ROWS, NUM_DENSE), np.float32)
+        dense = np.exp(1.0 + 1.5 * normal).astype(np.int64) - 2
         dense_empty = random.random((BLOCK_ROWS, NUM_DENSE), np.float32) < EMPTY_DENSE
         dense[dense_empty] = 0
-        logits += DENSE_EFFECT * (
-            (transform_dense(dense) - np.float32(1.7)) @ self._dense_weights
-        )
-        now = np.arange(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS, dtype=np.float64)
+        centred = transform_dense(dense) - np.float32(1.7)
+        logits += DENSE_EFFECT * (centred @ self._dense_weights)
+
+        first_row = number * BLOCK_ROWS
+        times = np.arange(first_row, first_row + BLOCK_ROWS, dtype=np.float64)
         ids = np.empty((NUM_IDS, BLOCK_ROWS), np.uint64)
         for feature in range(NUM_IDS):
-            ids[feature] = self._ids(feature, now, random)
-            logits += ID_EFFECT * _unit(
-                _mix(ids[feature] ^ self._effect_salts[feature])
-            )
+            ids[feature] = self._ids(feature, times, random)
+            effects = _unit(_mix(ids[feature] ^ self._effect_salts[feature]))
+            logits += ID_EFFECT * effects
+
         labels = random.random(BLOCK_ROWS, np.float32) < 1 / (1 + np.exp(-logits))
         return _Block(labels.astype(np.int32), dense, dense_empty, ids.view(np.int64).T)
 
     def _ids(
-        self, feature: int, now: npt.NDArray[np.float64], random: np.random.Generator
+        self, feature: int, times: npt.NDArray[np.float64], random: np.random.Generator
     ) -> npt.NDArray[np.uint64]:
-        """Draws one id for each row: a heavy-tailed age is subtracted from the newest
-        member at the time of the row.
+        """Draws one id for each row.
+
+        The id is the newest member of the population at the time of the row, or an
+        older member: a heavy-tailed age is subtracted.
         """
         width = POPULATION[feature]
-        uniform = 1 - random.random(len(now))
-        age = np.minimum(width * (uniform ** (-1 / TAIL) - 1), 2.0**52)
+        uniform = 1 - random.random(len(times))
+        ages = np.minimum(width * (uniform ** (-1 / TAIL) - 1), 2.0**52)
         # Features with few ids, like a country or a device type, do not drift.
-        newest = now * (width / DRIFT_ROWS) if width > 100 else 0.0
-        member = np.floor(newest - age).astype(np.int64).view(np.uint64)
-        ids = _mix(member + self._id_salts[feature])
+        newest = times * (width / DRIFT_ROWS) if width > 100 else 0.0
+        members = np.floor(newest - ages).astype(np.int64).view(np.uint64)
+        ids = _mix(members + self._id_salts[feature])
         # An empty field of the format reads as 0.
-        ids[random.random(len(now), np.float32) < EMPTY_IDS[feature]] = 0
+        ids[random.random(len(times), np.float32) < EMPTY_IDS[feature]] = 0
         return ids
+
+
+def _line(block: _Block, row: int) -> bytes:
+    """Returns a row of a block as a line of a Criteo TSV file."""
+    fields = [str(block.labels[row])]
+    for number, is_empty in zip(block.dense[row], block.dense_empty[row], strict=True):
+        fields.append("" if is_empty else str(number))
+    for id_ in block.ids[row].astype(np.uint64).tolist():
+        fields.append(f"{id_:016x}" if id_ else "")
+    return "\t".join(fields).encode() + b"\n"
 
 
 def main(

@@ -1,5 +1,6 @@
-"""The shortest training of TorchRec's DLRM with RecStore tables: raw 64-bit ids, no
-table sizes, no hashing.
+"""The shortest training of TorchRec's DLRM with RecStore tables.
+
+The ids are raw 64-bit ids. There are no table sizes, and no id is hashed.
 
     python examples/dlrm/minimal.py                  # generated rows
     python examples/dlrm/minimal.py train.txt        # a Criteo click log, also .gz
@@ -36,8 +37,10 @@ from torchrec_recstore import (
     table_stats,
 )
 
-DENSE, SPARSE = [f"I{i}" for i in range(1, 14)], [f"C{i}" for i in range(1, 27)]
-DIM, BATCH_SIZE = 16, 512  # samples of a step, over all ranks
+DENSE = [f"I{i}" for i in range(1, 14)]
+SPARSE = [f"C{i}" for i in range(1, 27)]
+DIM = 16
+BATCH_SIZE = 512  # samples of a step, over all ranks
 
 # counts (n, 13) float32, ids (n, 26) int64, labels (n,) float32
 Rows = tuple[Tensor, Tensor, Tensor]
@@ -45,11 +48,9 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 def read(path: str) -> Rows:
     """Reads a Criteo log. An empty field counts as 0."""
-    schema = (
-        {"label": pl.Float32}
-        | dict.fromkeys(DENSE, pl.Float32)
-        | dict.fromkeys(SPARSE, pl.String)
-    )
+    schema = {"label": pl.Float32}
+    schema |= dict.fromkeys(DENSE, pl.Float32)
+    schema |= dict.fromkeys(SPARSE, pl.String)
     rows = pl.read_csv(path, separator="\t", has_header=False, schema=schema)
     counts = rows.select((pl.col(DENSE).fill_null(0).clip(-2) + 3).log())
     ids = rows.select(pl.col(SPARSE).str.to_integer(base=16).fill_null(0))
@@ -68,9 +69,8 @@ def generate(num_rows: int = 100_000) -> Rows:
     ids = (members * len(SPARSE) + torch.arange(len(SPARSE))) * -0x61C8864680B583EB
     effects = (ids * (ids >> 32)).float() / 2**63  # between -1 and 1
     counts = torch.randn(num_rows, len(DENSE))
-    labels = torch.bernoulli(
-        torch.sigmoid(effects.sum(dim=1) + 0.3 * counts.sum(dim=1) - 2)
-    )
+    logits = effects.sum(dim=1) + 0.3 * counts.sum(dim=1) - 2
+    labels = torch.bernoulli(torch.sigmoid(logits))
     return counts, ids, labels
 
 
@@ -79,11 +79,11 @@ def batches(rows: Rows, batch_size: int) -> list[Batch]:
 
     The parts of all ranks have the same size.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    even = len(rows[0]) // world_size * world_size
-    parts = (
-        tensor[rank:even:world_size].split(batch_size // world_size) for tensor in rows
-    )
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    even_rows = len(rows[0]) // world_size * world_size
+    rank_rows = [tensor[rank:even_rows:world_size] for tensor in rows]
+    parts = [tensor.split(batch_size // world_size) for tensor in rank_rows]
     return [
         Batch(counts, features(ids), labels)
         for counts, ids, labels in zip(*parts, strict=True)
@@ -92,19 +92,17 @@ def batches(rows: Rows, batch_size: int) -> list[Batch]:
 
 def features(ids: Tensor) -> KeyedJaggedTensor:
     """Makes TorchRec's input of (B, 26) ids: one id for each sample and feature."""
-    return KeyedJaggedTensor(
-        SPARSE, ids.T.flatten(), lengths=torch.ones(ids.numel(), dtype=torch.int32)
-    )
+    lengths = torch.ones(ids.numel(), dtype=torch.int32)
+    return KeyedJaggedTensor(SPARSE, ids.T.flatten(), lengths=lengths)
 
 
 def build() -> DistributedModelParallel:
     """Builds TorchRec's DLRM, and places its tables in RecStore."""
-    # num_embeddings is a hint that allocates nothing: a table makes a row for each new
-    # id
     tables = [
         EmbeddingBagConfig(
             name=f"t_{name}",
             embedding_dim=DIM,
+            # a hint that allocates nothing: a table makes a row for each new id
             num_embeddings=2**40,
             feature_names=[name],
         )
@@ -138,23 +136,21 @@ def build() -> DistributedModelParallel:
 
 def main() -> None:
     """Trains for one epoch, and prints the AUC of the test rows."""
-    alone = (
-        {}
-        if dist.is_torchelastic_launched()
-        else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group("gloo", **alone)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = read(sys.argv[1]) if len(sys.argv) > 1 else generate()
-    train_rows, test_begin = len(rows[0]) * 8 // 10, len(rows[0]) * 9 // 10
+    num_rows = len(rows[0])
+    train_rows = tuple(tensor[: num_rows * 8 // 10] for tensor in rows)
+    test_rows = tuple(tensor[num_rows * 9 // 10 :] for tensor in rows)
     torch.manual_seed(0)
     model = build()
     # all parameters but those of the tables
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr=0.001)
 
-    for step, batch in enumerate(
-        batches(tuple(tensor[:train_rows] for tensor in rows), BATCH_SIZE), start=1
-    ):
+    for step, batch in enumerate(batches(train_rows, BATCH_SIZE), start=1):
         optimizer.zero_grad()
         loss, _ = model(batch)
         loss.backward()
@@ -165,15 +161,13 @@ def main() -> None:
     auc = BinaryAUROC()  # over all ranks
     model.eval()
     with torch.no_grad():
-        for batch in batches(tuple(tensor[test_begin:] for tensor in rows), 4096):
+        for batch in batches(test_rows, 4096):
             _, (_, logits, labels) = model(batch)
             auc.update(logits.double().sigmoid(), labels.long())
-    num_rows, area = (
-        sum(stats.rows for stats in table_stats(model).values()),
-        auc.compute().item(),
-    )
+    table_rows = sum(stats.rows for stats in table_stats(model).values())
+    test_auc = auc.compute().item()
     if dist.get_rank() == 0:
-        print(f"{num_rows:,} rows in {len(SPARSE)} tables, test AUC {area:.4f}")
+        print(f"{table_rows:,} rows in {len(SPARSE)} tables, test AUC {test_auc:.4f}")
     dist.destroy_process_group()
 
 

@@ -1,6 +1,4 @@
-"""Opens the data of a run on every rank, splits it by time, and reads batches ahead of
-the training.
-"""
+"""Opens the data of a run on every rank, splits it by time, and reads batches ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Generator as ReadAhead
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -35,9 +32,7 @@ GENERATED_ROWS = 800_000
 
 
 class RowSource(Protocol):
-    """The interface of a source of rows: ``criteo.CriteoFile`` or
-    ``generator.Generator``.
-    """
+    """The interface of ``criteo.CriteoFile`` and ``generator.Generator``."""
 
     path: str
     num_rows: int
@@ -104,46 +99,49 @@ def splits(source: RowSource) -> tuple[range, range, range]:
     Raises:
         DataError: A part would be empty.
     """
-    bounds = [0, source.num_rows * 8 // 10, source.num_rows * 9 // 10, source.num_rows]
-    train, validation, test = (range(*pair) for pair in pairwise(bounds))
+    num_rows = source.num_rows
+    train = range(num_rows * 8 // 10)
+    validation = range(train.stop, num_rows * 9 // 10)
+    test = range(validation.stop, num_rows)
     if not (train and validation and test):
-        raise DataError(
-            f"{source.path}: {source.num_rows} rows are too few to split 80/10/10"
-        )
+        raise DataError(f"{source.path}: {num_rows} rows are too few to split 80/10/10")
     return train, validation, test
 
 
 def good_rows(bad_lines: Sequence[int], part: range) -> int:
     """Returns the number of good lines in a part. ``bad_lines`` must be ascending."""
-    return (
-        len(part)
-        - bisect_left(bad_lines, part.stop)
-        + bisect_left(bad_lines, part.start)
-    )
+    first_bad = bisect_left(bad_lines, part.start)
+    end_bad = bisect_left(bad_lines, part.stop)
+    return len(part) - (end_bad - first_bad)
 
 
 def behind(bad_lines: Sequence[int], part: range, count: int) -> range:
-    """Returns the rest of a part after its first ``count`` good rows.
+    """Returns the lines of a part after its first ``count`` good rows.
 
     ``bad_lines`` must be ascending.
     """
-    first = bisect_left(bad_lines, part.start)
-    # The number of good rows before the i-th bad line is the distance of the line from
-    # the start, minus i.
+    first_bad = bisect_left(bad_lines, part.start)
+
+    def good_rows_before(number: int) -> int:
+        """Counts the good rows of the part before its bad line of a number."""
+        return bad_lines[first_bad + number] - part.start - number
+
     skipped = bisect_left(
-        range(len(bad_lines) - first),
-        count,
-        key=lambda i: bad_lines[first + i] - part.start - i,
+        range(len(bad_lines) - first_bad), count, key=good_rows_before
     )
-    return range(min(part.start + count + skipped, part.stop), part.stop)
+    begin = part.start + count + skipped
+    return range(min(begin, part.stop), part.stop)
 
 
 def steps_in_epoch(settings: Settings, source: RowSource, training: range) -> int:
-    """Returns the number of training steps in an epoch, without a last step that has
-    fewer samples than ranks.
+    """Returns the number of training steps in an epoch.
+
+    A last step that has fewer samples than ranks is left out.
     """
-    full, rest = divmod(good_rows(source.bad_lines, training), settings.batch_size)
-    return full + (rest >= rank_and_world_size()[1])
+    num_rows = good_rows(source.bad_lines, training)
+    steps, last_samples = divmod(num_rows, settings.batch_size)
+    _, world_size = rank_and_world_size()
+    return steps + 1 if last_samples >= world_size else steps
 
 
 def batches_of(
@@ -159,9 +157,10 @@ def batches_of(
 
     All ranks get the same number of batches. See ``batches_of_rank`` for ``even``.
     """
+    rank, world_size = rank_and_world_size()
     pieces = cut(source.rows(part.start, part.stop), batch_rows)
     return read_ahead(
-        batches_of_rank(pieces, *rank_and_world_size(), settings.modulo, even)
+        batches_of_rank(pieces, rank, world_size, modulo=settings.modulo, even=even)
     )
 
 
@@ -170,19 +169,21 @@ def cut(pieces: Iterable[Rows], batch_rows: int) -> Iterator[Rows]:
 
     The last batch may be smaller.
     """
-    held: list[Rows] = []
-    held_rows = 0
+    pending: list[Rows] = []
+    pending_rows = 0
     for piece in pieces:
         start = 0
-        while held_rows + len(piece) - start >= batch_rows:
-            stop = start + batch_rows - held_rows
-            yield concat([*held, piece[start:stop]])
-            held, held_rows, start = [], 0, stop
+        while pending_rows + len(piece) - start >= batch_rows:
+            stop = start + batch_rows - pending_rows
+            yield concat([*pending, piece[start:stop]])
+            pending = []
+            pending_rows = 0
+            start = stop
         if start < len(piece):
-            held.append(piece[start:])
-            held_rows += len(piece) - start
-    if held:
-        yield concat(held)
+            pending.append(piece[start:])
+            pending_rows += len(piece) - start
+    if pending:
+        yield concat(pending)
 
 
 def batches_of_rank(
@@ -192,10 +193,10 @@ def batches_of_rank(
     modulo: int | None = None,
     even: bool = False,
 ) -> Iterator[Batch]:
-    """Yields one rank's part of each batch: the r-th of W contiguous parts, so the
-    training does not depend on W.
+    """Yields one rank's part of each batch.
 
-    A batch with fewer samples than ranks is left out on all ranks.
+    It is the r-th of W contiguous parts, so the training does not depend on W. A batch
+    with fewer samples than ranks is left out on all ranks.
 
     Args:
         batches: The batches of all ranks.
@@ -218,11 +219,11 @@ def batches_of_rank(
             rows = rows[: len(rows) // world_size * world_size]
         if len(rows) < world_size:
             continue
-        mine = rows[
-            slice(*(len(rows) * each // world_size for each in (rank, rank + 1)))
-        ]
+        begin = len(rows) * rank // world_size
+        end = len(rows) * (rank + 1) // world_size
+        rank_rows = rows[begin:end]
         # (26, B): a KeyedJaggedTensor stores one feature after another
-        ids = np.ascontiguousarray(mine.ids.T)
+        ids = np.ascontiguousarray(rank_rows.ids.T)
         if modulo is not None:
             ids %= modulo
         if len(ones) < ids.size:
@@ -231,10 +232,12 @@ def batches_of_rank(
             keys=list(ID_NAMES),
             values=torch.from_numpy(ids.reshape(-1)),
             lengths=ones[: ids.size],
-            stride=len(mine),
-            length_per_key=[len(mine)] * NUM_IDS,
+            stride=len(rank_rows),
+            length_per_key=[len(rank_rows)] * NUM_IDS,
         )
-        yield Batch(torch.from_numpy(mine.dense), sparse, torch.from_numpy(mine.labels))
+        dense = torch.from_numpy(rank_rows.dense)
+        labels = torch.from_numpy(rank_rows.labels)
+        yield Batch(dense, sparse, labels)
 
 
 def read_ahead(
@@ -245,6 +248,7 @@ def read_ahead(
     An error in the thread is raised here after the items that precede it. Closing this
     generator ends the thread and closes ``items`` if it is a generator.
     """
+    # an item in a tuple, the error of the thread, or None after the last item
     ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
     stopped = threading.Event()
 
@@ -272,7 +276,10 @@ def read_ahead(
     thread = threading.Thread(target=work, name="read-ahead", daemon=True)
     thread.start()
     try:
-        while (entry := ready.get()) is not None:
+        while True:
+            entry = ready.get()
+            if entry is None:
+                return
             if isinstance(entry, BaseException):
                 raise entry
             yield entry[0]
@@ -282,8 +289,7 @@ def read_ahead(
 
 
 def read_only(settings: Settings) -> None:
-    """Reads all data, makes the batches of training without training on them, and
-    prints the rate.
+    """Reads all data, makes the batches of a training, and prints the rate.
 
     Raises:
         DataError: The data cannot be used, or the result cannot be written.
@@ -293,20 +299,18 @@ def read_only(settings: Settings) -> None:
     samples = 0
     begin = time.perf_counter()
     batches = batches_of(settings, source, range(source.num_rows), settings.batch_size)
-    with (
-        progress_bar(
-            desc="reading", unit=" samples", total=source.num_rows, leave=False
-        ) as bar,
-        closing(batches),
-    ):
+    bar = progress_bar(
+        desc="reading", unit=" samples", total=source.num_rows, leave=False
+    )
+    with bar, closing(batches):
         for batch in batches:
             samples += len(batch.labels)
             bar.update(len(batch.labels))
     rate = samples / (time.perf_counter() - begin)
     console = console_for(settings.json_out)
-    skipped = f"{source.bad_rows:,} bad rows skipped"
     console.print(
-        f"{samples:,} samples read from {source.path}, {skipped}",
+        f"{samples:,} samples read from {source.path},"
+        f" {source.bad_rows:,} bad rows skipped",
         soft_wrap=True,
         highlight=False,
     )
@@ -315,6 +319,7 @@ def read_only(settings: Settings) -> None:
         "data": source.path,
         "batch_size": settings.batch_size,
         "samples": samples,
+        "skipped_rows": source.bad_rows,
+        "reader_samples_per_second": rate,
     }
-    rates = {"skipped_rows": source.bad_rows, "reader_samples_per_second": rate}
-    write_json(settings.json_out, result | rates)
+    write_json(settings.json_out, result)

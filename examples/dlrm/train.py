@@ -1,13 +1,19 @@
-"""Train TorchRec's DLRM on the Criteo click log or on generated rows.
+r"""Train TorchRec's DLRM on the Criteo click log or on generated rows.
 
-    python examples/dlrm/train.py                                        # generated rows, RecStore tables
-    python examples/dlrm/train.py --data train.txt --json result.json    # or train.txt.gz
-    python examples/dlrm/train.py --data train.txt --backend fused       # stock TorchRec tables, hashed ids
+    # generated rows, RecStore tables
+    python examples/dlrm/train.py
+    # the click log; train.txt.gz is also possible
+    python examples/dlrm/train.py --data train.txt --json result.json
     python examples/dlrm/train.py --data train.txt --epochs 3 --reset-rows-each-epoch
-    python examples/dlrm/train.py --max-rows 20000 --cold-store cold     # evicted rows go to the folder cold
+    # stock TorchRec tables, hashed ids
+    python examples/dlrm/train.py --data train.txt --backend fused
+    # evicted rows go to the folder cold
+    python examples/dlrm/train.py --max-rows 20000 --cold-store cold
     torchrun --nproc-per-node 2 examples/dlrm/train.py --sharding row_wise
-    python examples/dlrm/train.py --servers 127.0.0.1:7700,127.0.0.1:7701     # the tables are on parameter servers
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/dlrm/train.py --checkpoint run --checkpoint-every 200 --resume
+    # the tables are on parameter servers
+    python examples/dlrm/train.py --servers 127.0.0.1:7700,127.0.0.1:7701
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/dlrm/train.py \
+        --checkpoint run --checkpoint-every 200 --resume
 
 The last command writes checkpoints to the folder run. After a crash of one or all
 processes, the run resumes from the newest checkpoint: torchrun restarts it, or you give
@@ -23,7 +29,9 @@ The data is split by time: 80 % for training, 10 % for validation after each epo
 10 % for the test at the end.
 """
 
-# ruff: noqa: E402, RUF009  (flags are read before the import of TorchRec, which takes seconds, and are fields)
+# Flags are read before the import of TorchRec, which takes seconds: E402.
+# A flag is the field of a dataclass: RUF009.
+# ruff: noqa: E402, RUF009
 
 from __future__ import annotations
 
@@ -37,14 +45,13 @@ from typing import Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.command import run
+from common.command import DataError, run
 from common.settings import (
     DATA,
     MODEL,
     RUN,
     TableSettings,
     flag,
-    refuse,
     settings_of_flags,
 )
 
@@ -53,7 +60,8 @@ from common.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(TableSettings):
-    """Train TorchRec's DLRM on a Criteo click log that is split by time, and report test AUC, logloss and speed.
+    """Train TorchRec's DLRM on a Criteo click log that is split by time, and report
+    test AUC, logloss and speed.
 
     \b
     Examples (the last one needs a checkout):
@@ -115,58 +123,51 @@ class Settings(TableSettings):
     # checkpoint contains the cold rows.
     MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *TableSettings.MAY_CHANGE,
-        *(
-            "data",
-            "limit_rows",
-            "skip_bad_rows",
-            "read_only",
-            "backend",
-            "num_embeddings",
-        ),
-        *(
-            "sharding",
-            "servers",
-            "staleness",
-            "token_file",
-            "tls_ca",
-            "tls_cert",
-            "tls_key",
-            "cold_store",
-        ),
+        "data",
+        "limit_rows",
+        "skip_bad_rows",
+        "read_only",
+        "backend",
+        "num_embeddings",
+        "sharding",
+        "servers",
+        "staleness",
+        "token_file",
+        "tls_ca",
+        "tls_cert",
+        "tls_key",
+        "cold_store",
     )
 
     def check_group(self, world_size: int) -> None:
-        """Raises a DataError if a setting contradicts another setting, or does not fit
-        the number of ranks.
+        """Checks all settings.
+
+        Raises:
+            DataError: A setting contradicts another setting, or does not fit the number
+                of ranks.
         """
         self.check_tables(world_size)
-        fused, reset = self.backend == "fused", "--reset-rows-each-epoch"
-        served = self.servers is not None
-        refuse(
-            (fused and self.dtype != "fp32", "--dtype is for --backend recstore"),
-            (
-                fused and self.reset_rows_each_epoch,
-                f"{reset} is for --backend recstore",
-            ),
-            (
-                fused and self.checkpoint,
-                (
+        if self.backend == "fused":
+            if self.dtype != "fp32":
+                raise DataError("--dtype is for --backend recstore")
+            if self.reset_rows_each_epoch:
+                raise DataError("--reset-rows-each-epoch is for --backend recstore")
+            if self.checkpoint:
+                raise DataError(
                     "--checkpoint is for --backend recstore: save stock tables with"
                     " torch.distributed.checkpoint"
-                ),
-            ),
-            (
-                served and self.reset_rows_each_epoch,
-                f"{reset} cannot be used with --servers, which own the rows",
-            ),
-            (
-                served and self.checkpoint,
-                (
+                )
+        if self.servers is not None:
+            if self.reset_rows_each_epoch:
+                raise DataError(
+                    "--reset-rows-each-epoch cannot be used with --servers, which own"
+                    " the rows"
+                )
+            if self.checkpoint:
+                raise DataError(
                     "--checkpoint cannot be used with --servers, which own the tables:"
                     " RecStoreClient.save saves them"
-                ),
-            ),
-        )
+                )
 
 
 settings = settings_of_flags(Settings) if __name__ == "__main__" else None
@@ -189,6 +190,8 @@ from sources import (
     steps_in_epoch,
 )
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -258,22 +261,27 @@ def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimiz
     optimizer = EmbOptimType[f"EXACT_{settings.optimizer.upper()}"]
     fused_params = {"optimizer": optimizer, "learning_rate": settings.lr, "eps": 1e-8}
     world_size = dist.get_world_size()
-    planned = {
-        "topology": Topology(world_size=world_size, compute_device="cpu"),
-        "batch_size": settings.batch_size // world_size,
-    }
-    kinds: dict[str, Any] = {"sharding_types": [settings.sharding]}
+    topology = Topology(world_size=world_size, compute_device="cpu")
+    rank_batch_size = settings.batch_size // world_size
     if settings.backend == "recstore":
         sharders = [RecStoreSharder(fused_params=fused_params)]
-        constraint = RecStoreConstraints(**kinds, options=settings.options())
+        constraint = RecStoreConstraints(
+            sharding_types=[settings.sharding], options=settings.options()
+        )
         planner = RecStorePlanner(
-            constraints={table.name: constraint for table in tables}, **planned
+            topology,
+            batch_size=rank_batch_size,
+            constraints={table.name: constraint for table in tables},
         )
     else:
         sharders = [EmbeddingBagCollectionSharder(fused_params=fused_params)]
-        constraint = ParameterConstraints(**kinds, compute_kernels=["fused"])
+        constraint = ParameterConstraints(
+            sharding_types=[settings.sharding], compute_kernels=["fused"]
+        )
         planner = EmbeddingShardingPlanner(
-            constraints={table.name: constraint for table in tables}, **planned
+            topology,
+            batch_size=rank_batch_size,
+            constraints={table.name: constraint for table in tables},
         )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     # By default, DDP rearranges its buckets after the first step. This changes the
@@ -295,9 +303,8 @@ def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimiz
     dense = KeyedOptimizerWrapper(
         dense_parameters, lambda params: torch.optim.Adam(params, lr=settings.dense_lr)
     )
-    return sharded, CombinedOptimizer(
-        [("tables", sharded.fused_optimizer), ("dense", dense)]
-    )
+    optimizers = [("tables", sharded.fused_optimizer), ("dense", dense)]
+    return sharded, CombinedOptimizer(optimizers)
 
 
 def stats_of(settings: Settings, model: nn.Module) -> Mapping[str, TableStats]:
@@ -309,14 +316,11 @@ def stats_of(settings: Settings, model: nn.Module) -> Mapping[str, TableStats]:
         return table_stats(model)
     # FBGEMM on CPU stores float32 weights and, depending on the optimizer, a state of
     # the same shape, of one number for each row, or none.
-    rows, state = (
-        settings.num_embeddings,
-        {"sgd": 0, "adagrad": settings.dim, "rowwise_adagrad": 1}[settings.optimizer],
-    )
-    return {
-        f"t_{name}": TableStats(rows=rows, bytes=rows * 4 * (settings.dim + state))
-        for name in ID_NAMES
-    }
+    state_widths = {"sgd": 0, "adagrad": settings.dim, "rowwise_adagrad": 1}
+    row_bytes = 4 * (settings.dim + state_widths[settings.optimizer])
+    rows = settings.num_embeddings
+    stats = TableStats(rows=rows, bytes=rows * row_bytes)
+    return {f"t_{name}": stats for name in ID_NAMES}
 
 
 # ---- Training steps and evaluation ----
@@ -334,7 +338,7 @@ class Progress:
     epoch: int = 0  # counted from 0
     epoch_steps: int = 0  # also the place in the data
     epoch_samples: int = 0
-    # of this rank's samples
+    # the sum over this rank's samples
     loss_sum: Tensor = field(
         default_factory=lambda: torch.zeros((), dtype=torch.float64)
     )
@@ -342,29 +346,25 @@ class Progress:
     def count(self, loss: Tensor, samples: int) -> None:
         """Adds a step with the mean loss of this rank, () float32."""
         self.loss_sum += loss.detach() * samples
-        self.step, self.samples = self.step + 1, self.samples + samples
-        self.epoch_steps, self.epoch_samples = (
-            self.epoch_steps + 1,
-            self.epoch_samples + samples,
-        )
+        self.step += 1
+        self.samples += samples
+        self.epoch_steps += 1
+        self.epoch_samples += samples
 
     def next_epoch(self) -> Progress:
         """Returns the place at the beginning of the next epoch."""
         return Progress(self.step, self.samples, self.epoch + 1)
 
     def mean_loss(self) -> float:
-        """Returns the mean loss of the epoch's samples over all ranks, or NaN if there
-        are no samples.
+        """Returns the mean loss of the epoch's samples over all ranks.
 
-        Collective.
+        It is NaN if there are no samples. Collective.
         """
         total = self.loss_sum.clone()
         dist.all_reduce(total)
-        return (
-            float(total) / (self.epoch_samples * dist.get_world_size())
-            if self.epoch_samples
-            else float("nan")
-        )
+        if not self.epoch_samples:
+            return float("nan")
+        return float(total) / (self.epoch_samples * dist.get_world_size())
 
     def state(self) -> dict[str, Any]:
         """Returns the place for a checkpoint, which is the same on every rank.
@@ -386,15 +386,9 @@ class Progress:
         if not state:
             return cls()
         loss_sums: Tensor = state["loss_sum"]
-        same = len(loss_sums) == dist.get_world_size()
-        return cls(
-            **{
-                **state,
-                "loss_sum": (
-                    (loss_sums[dist.get_rank()] if same else loss_sums.mean()).clone()
-                ),
-            }
-        )
+        same_ranks = len(loss_sums) == dist.get_world_size()
+        loss_sum = loss_sums[dist.get_rank()] if same_ranks else loss_sums.mean()
+        return cls(**{**state, "loss_sum": loss_sum.clone()})
 
 
 Trained = tuple[Tensor, Tensor, Tensor]
@@ -438,14 +432,13 @@ def evaluate(
     The AUC is None if only one label occurs. Both are None if there are no samples.
     """
     model.eval()
-    auc, logloss, positives = BinaryAUROC(), MeanMetric(), MeanMetric()
-    batches = batches_of(
-        settings, source, part, max(settings.batch_size, EVALUATION_ROWS)
-    )
-    with (
-        progress_bar(desc=label, unit=" samples", total=len(part), leave=False) as bar,
-        closing(batches),
-    ):
+    auc = BinaryAUROC()
+    logloss = MeanMetric()
+    positives = MeanMetric()
+    batch_rows = max(settings.batch_size, EVALUATION_ROWS)
+    batches = batches_of(settings, source, part, batch_rows)
+    bar = progress_bar(desc=label, unit=" samples", total=len(part), leave=False)
+    with bar, closing(batches):
         for batch in batches:
             _, (loss, logits, labels) = model(batch)
             # In float64, because the float32 sigmoid of large logits is exactly 1,
@@ -456,9 +449,9 @@ def evaluate(
             bar.update(len(labels) * dist.get_world_size())
     if not positives.update_count:
         return None, None
-    one_label = float(positives.compute()) in (0.0, 1.0)
+    has_one_label = float(positives.compute()) in (0.0, 1.0)
     area = float(auc.compute())
-    return None if one_label else area, float(logloss.compute())
+    return None if has_one_label else area, float(logloss.compute())
 
 
 # ---- The run ----
@@ -474,43 +467,22 @@ def train(settings: Settings) -> dict[str, Any]:
         DataError: The data or the checkpoints cannot be used, or the settings do not
             fit the group. It is raised on every rank.
     """
-    world_size = dist.get_world_size()
-    settings.check_group(world_size)
+    settings.check_group(dist.get_world_size())
     with Run("dlrm", settings) as run:
         # The data, split by time.
         source = open_on_all_ranks(settings)
         training, validation, test = splits(source)
         total_steps = steps_in_epoch(settings, source, training) * settings.epochs
-        warmup = settings.warmup_steps
-        refuse(
-            (
-                warmup > total_steps,
-                f"--warmup-steps {warmup} is more than the run's {total_steps:,} steps",
+        if settings.warmup_steps > total_steps:
+            raise DataError(
+                f"--warmup-steps {settings.warmup_steps} is more than the run's"
+                f" {total_steps:,} steps"
             )
-        )
 
         # The model, and the place in the run: the beginning, or that of the newest
         # checkpoint.
         model, optimizer = build(settings)
-        (_, tables), (_, dense) = optimizer.optimizers
-        # A schedule depends on the number of all steps, so that only a constant rate
-        # goes on in more epochs.
-        epochs = (
-            {} if settings.lr_schedule == "constant" else {"--epochs": settings.epochs}
-        )
-        progress = Progress.of(
-            run.resume(model, dense, {"--data": source.fingerprint, **epochs})
-        )
-        now = progress.epoch + 1
-        refuse(
-            (
-                now > settings.epochs,
-                (
-                    f"{run.resumed_from} has trained in epoch {now}: --epochs must be"
-                    f" at least {now}"
-                ),
-            )
-        )
+        progress = resume(run, settings, source, model, optimizer)
         resumed = None
         if run.resumed_from:
             resumed = (
@@ -519,66 +491,47 @@ def train(settings: Settings) -> dict[str, Any]:
             )
             say(resumed)
         scheduler = lr_scheduler(
-            optimizer, settings.lr_schedule, warmup, total_steps, progress.step
+            optimizer,
+            settings.lr_schedule,
+            settings.warmup_steps,
+            total_steps,
+            first_step=progress.step,
         )
         run.watch(
             model,
-            {"embeddings": tables, "dense": dense},
+            {
+                "embeddings": optimizer_of(optimizer, "tables"),
+                "dense": optimizer_of(optimizer, "dense"),
+            },
             total_steps=total_steps,
             step=progress.step,
             samples=progress.samples,
             about={"data": source.path},
             stats=lambda: stats_of(settings, model),
         )
-        samples_before, seconds, stats = (
-            progress.samples,
-            0.0,
-            stats_of(settings, model),
-        )
 
         # The epochs. A checkpoint may lie at any step.
+        first_samples = progress.samples
+        seconds = 0.0
+        stats = stats_of(settings, model)
         while True:
             label = f"epoch {progress.epoch + 1}/{settings.epochs}"
-            part = f"{label}, resumed" if progress.epoch_steps else label
+            part_label = f"{label}, resumed" if progress.epoch_steps else label
             begin = time.perf_counter()
-            if (
-                settings.reset_rows_each_epoch
-                and progress.epoch
-                and not progress.epoch_steps
-            ):
+            is_later_epoch = progress.epoch > 0 and progress.epoch_steps == 0
+            if settings.reset_rows_each_epoch and is_later_epoch:
                 reset_rows(model)
-            model.train()
-            left = behind(
-                source.bad_lines, training, progress.epoch_steps * settings.batch_size
+            train_epoch(
+                run,
+                settings,
+                source,
+                training,
+                model,
+                optimizer,
+                scheduler,
+                progress,
+                label=part_label,
             )
-            batches = batches_of(settings, source, left, settings.batch_size, even=True)
-            steps = prefetched_steps if settings.servers else plain_steps
-            bar = progress_bar(
-                desc=part,
-                unit=" samples",
-                total=len(training),
-                initial=progress.epoch_samples,
-            )
-            # The cache would keep the weights of the first step. The evaluation is in
-            # float32, because many logits are equal in bfloat16.
-            amp = torch.autocast(
-                "cpu", torch.bfloat16, enabled=settings.amp, cache_enabled=False
-            )
-            with amp, bar, closing(batches):
-                for loss, logits, labels in steps(model, optimizer, run.timed(batches)):
-                    scheduler.step()
-                    samples = len(labels) * world_size
-                    progress.count(loss, samples)
-                    run.step(samples, loss, logits, labels)
-                    if progress.epoch_steps % LOSS_EVERY_STEPS == 1:
-                        bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-                    bar.update(samples)
-                    if (
-                        settings.checkpoint_every
-                        and progress.step % settings.checkpoint_every == 0
-                    ):
-                        run.save(model, dense, progress.step, progress.state())
-                run.save(model, dense, progress.step, progress.state())
             train_loss = progress.mean_loss()
             seconds += time.perf_counter() - begin
 
@@ -591,8 +544,10 @@ def train(settings: Settings) -> dict[str, Any]:
                 f" {number(val_auc)}"
             )
             if settings.limit_flags:
-                before, stats = stats, stats_of(settings, model)
-                say(f"{part}: {in_words(since(before, stats), settings.limits)}")
+                earlier_stats = stats
+                stats = stats_of(settings, model)
+                epoch_stats = since(earlier_stats, stats)
+                say(f"{part_label}: {in_words(epoch_stats, settings.limits)}")
             if progress.epoch + 1 == settings.epochs:
                 break
             progress = progress.next_epoch()
@@ -600,27 +555,110 @@ def train(settings: Settings) -> dict[str, Any]:
         # The test, once.
         test_auc, test_logloss = evaluate(settings, source, test, model, "test")
         run.log({"AUC/test": test_auc, "loss/test": test_logloss})
+        rate = (progress.samples - first_samples) / seconds
         result = {
             "resumed": resumed,
             "train_steps": progress.step,
             "train_samples": progress.samples,
             "skipped_rows": source.bad_rows,
-            "train_samples_per_second": (progress.samples - samples_before) / seconds,
+            "train_samples_per_second": rate,
             "train_loss": train_loss,
             "val_auc": val_auc,
             "test_auc": test_auc,
             "test_logloss": test_logloss,
         }
-        lines = {resumed: ""} if resumed else {}
+        lines = {}
+        if resumed:
+            lines[resumed] = ""
         if settings.skip_bad_rows:
             lines["bad rows skipped"] = f"{source.bad_rows:,}"
-        lines |= {
-            "training samples": f"{progress.samples:,}",
-            "training samples/s": f"{result['train_samples_per_second']:,.0f}",
-            "test AUC": number(test_auc),
-            "test logloss": number(test_logloss),
-        }
+        lines["training samples"] = f"{progress.samples:,}"
+        lines["training samples/s"] = f"{rate:,.0f}"
+        lines["test AUC"] = number(test_auc)
+        lines["test logloss"] = number(test_logloss)
         return run.finish(result, lines)
+
+
+def resume(
+    run: Run,
+    settings: Settings,
+    source: RowSource,
+    model: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+) -> Progress:
+    """Loads the newest checkpoint, if there is one, and returns its place.
+
+    Collective.
+
+    Raises:
+        DataError: The checkpoint cannot be used, or the run has ended.
+    """
+    must_match = {"--data": source.fingerprint}
+    # A schedule depends on the number of all steps, so that only a constant rate goes
+    # on in more epochs.
+    if settings.lr_schedule != "constant":
+        must_match["--epochs"] = settings.epochs
+    dense = optimizer_of(optimizer, "dense")
+    progress = Progress.of(run.resume(model, dense, must_match))
+    epoch = progress.epoch + 1
+    if epoch > settings.epochs:
+        raise DataError(
+            f"{run.resumed_from} has trained in epoch {epoch}: --epochs must be at least"
+            f" {epoch}"
+        )
+    return progress
+
+
+def train_epoch(
+    run: Run,
+    settings: Settings,
+    source: RowSource,
+    training: range,
+    model: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+    scheduler: LRScheduler,
+    progress: Progress,
+    label: str,
+) -> None:
+    """Trains from the place in the epoch to its end, and saves the checkpoints.
+
+    Collective. The place is moved.
+    """
+    model.train()
+    dense = optimizer_of(optimizer, "dense")
+    trained_rows = progress.epoch_steps * settings.batch_size
+    part = behind(source.bad_lines, training, trained_rows)
+    batches = batches_of(settings, source, part, settings.batch_size, even=True)
+    steps = prefetched_steps if settings.servers else plain_steps
+    bar = progress_bar(
+        desc=label,
+        unit=" samples",
+        total=len(training),
+        initial=progress.epoch_samples,
+    )
+    # The cache would keep the weights of the first step. The evaluation is in float32,
+    # because many logits are equal in bfloat16.
+    amp = torch.autocast(
+        "cpu", torch.bfloat16, enabled=settings.amp, cache_enabled=False
+    )
+    with amp, bar, closing(batches):
+        for loss, logits, labels in steps(model, optimizer, run.timed(batches)):
+            scheduler.step()
+            samples = len(labels) * dist.get_world_size()
+            progress.count(loss, samples)
+            run.step(samples, loss, logits, labels)
+            if progress.epoch_steps % LOSS_EVERY_STEPS == 1:
+                bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+            bar.update(samples)
+            every = settings.checkpoint_every
+            if every is not None and progress.step % every == 0:
+                run.save(model, dense, progress.step, progress.state())
+        run.save(model, dense, progress.step, progress.state())
+
+
+def optimizer_of(optimizer: CombinedOptimizer, part: str) -> Optimizer:
+    """Returns the optimizer of a part of the model, "tables" or "dense"."""
+    return dict(optimizer.optimizers)[part]
 
 
 def number(value: float | None) -> str:

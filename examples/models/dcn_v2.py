@@ -1,5 +1,4 @@
-"""DCN-v2, a click model that learns products of features, on the Criteo click log, with
-raw ids.
+"""DCN-v2, a click model that learns products of features, with raw ids of Criteo.
 
     python examples/models/dcn_v2.py --data train.txt
     torchrun --nproc-per-node 2 examples/models/dcn_v2.py --data train.txt
@@ -20,6 +19,7 @@ from pathlib import Path
 import polars as pl
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
@@ -31,20 +31,27 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_recstore import RecStoreSharder, table_stats, tune_threads
 
-DENSE, SPARSE = [f"I{i}" for i in range(1, 14)], [f"C{i}" for i in range(1, 27)]
-DIM, CROSS_LAYERS, RANK, HIDDEN = 16, 3, 64, [256, 128]
-LR, DENSE_LR = 0.01, 0.001  # row-wise Adagrad for tables, Adam for layers
+DENSE = [f"I{i}" for i in range(1, 14)]
+SPARSE = [f"C{i}" for i in range(1, 27)]
+DIM = 16
+CROSS_LAYERS = 3
+RANK = 64
+HIDDEN = [256, 128]
+LR = 0.01  # of the tables: row-wise Adagrad
+DENSE_LR = 0.001  # of the layers: Adam
+TEST_BATCH = 4096
 
 
 def read(path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns labels (n,), the logarithms of the counts (n, 13), and the raw ids (n,
-    26) int64; no id counts as 0.
+    """Reads a Criteo log.
+
+    Returns:
+        The labels, (n,) float32, the logarithms of the counts, (n, 13) float32, and the
+        raw ids, (n, 26) int64. A missing id is 0.
     """
-    schema = (
-        {"label": pl.Float32}
-        | dict.fromkeys(DENSE, pl.Float32)
-        | dict.fromkeys(SPARSE, pl.String)
-    )
+    schema = {"label": pl.Float32}
+    schema |= dict.fromkeys(DENSE, pl.Float32)
+    schema |= dict.fromkeys(SPARSE, pl.String)
     rows = pl.read_csv(path, separator="\t", has_header=False, schema=schema)
     counts = rows.select((pl.col(DENSE).fill_null(0).clip(-2) + 3).log())
     ids = rows.select(pl.col(SPARSE).str.to_integer(base=16).fill_null(0))
@@ -77,40 +84,39 @@ class DCN(nn.Module):
         # by key, because a sharded collection has another order
         rows = self.tables(ids).to_dict()
         x = torch.cat([counts, *(rows[name] for name in SPARSE)], dim=1)
-        return self.out(torch.cat([self.cross(x), self.deep(x)], dim=1)).squeeze(1)
+        hidden = torch.cat([self.cross(x), self.deep(x)], dim=1)
+        return self.out(hidden).squeeze(1)
 
 
 def keyed(ids: Tensor) -> KeyedJaggedTensor:
     """Returns (B, 26) ids as features with one id in each sample."""
-    return KeyedJaggedTensor(
-        SPARSE, ids.T.flatten(), lengths=torch.ones(ids.numel(), dtype=torch.int64)
-    )
+    lengths = torch.ones(ids.numel(), dtype=torch.int64)
+    return KeyedJaggedTensor(SPARSE, ids.T.flatten(), lengths=lengths)
 
 
 @torch.no_grad()
 def auc(model: nn.Module, labels: Tensor, counts: Tensor, ids: Tensor) -> float:
     """Returns the area under the ROC curve. Every rank computes it for all rows."""
     model.eval()
-    logits = [
-        model(c, keyed(i))
-        for c, i in zip(counts.split(4096), ids.split(4096), strict=True)
-    ]
+    logits = []
+    for rows in torch.arange(len(labels)).split(TEST_BATCH):
+        logits.append(model(counts[rows], keyed(ids[rows])))
     return binary_auroc(torch.cat(logits), labels.long()).item()
 
 
 def main(data: Path, batch_size: int, epochs: int, seed: int) -> None:
     """Trains, and prints the AUC of the test rows."""
     tune_threads()
-    alone = (
-        {}
-        if dist.is_torchelastic_launched()
-        else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group("gloo", **alone)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     torch.manual_seed(seed)
     labels, counts, ids = read(data)
-    train_rows, test_begin = int(0.8 * len(labels)), int(0.9 * len(labels))
+    train_rows = int(0.8 * len(labels))
+    test = slice(int(0.9 * len(labels)), None)
 
     fused_params = {
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -124,33 +130,28 @@ def main(data: Path, batch_size: int, epochs: int, seed: int) -> None:
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr=DENSE_LR)
 
-    began, losses = time.perf_counter(), []
+    losses = []
+    begin = time.perf_counter()
     for epoch in range(epochs):
-        order = torch.randperm(
-            train_rows, generator=torch.Generator().manual_seed(seed * epochs + epoch)
-        )
+        random = torch.Generator().manual_seed(seed * epochs + epoch)
+        order = torch.randperm(train_rows, generator=random)
         for batch in order[: train_rows // ranks * ranks].split(batch_size):
-            part = batch[rank::ranks]
-            loss = nn.functional.binary_cross_entropy_with_logits(
-                model(counts[part], keyed(ids[part])), labels[part]
-            )
+            rows = batch[rank::ranks]
+            logits = model(counts[rows], keyed(ids[rows]))
+            loss = F.binary_cross_entropy_with_logits(logits, labels[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
             if rank == 0 and len(losses) % 50 == 0:
-                print(
-                    f"step {len(losses)}: training loss {sum(losses[-50:]) / 50:.4f}",
-                    flush=True,
-                )
-    seconds = time.perf_counter() - began
-    area = auc(model, labels[test_begin:], counts[test_begin:], ids[test_begin:])
-    rows = sum(stats.rows for stats in table_stats(model).values())
+                mean_loss = sum(losses[-50:]) / 50
+                print(f"step {len(losses)}: training loss {mean_loss:.4f}", flush=True)
+    rate = epochs * train_rows / (time.perf_counter() - begin)
+    test_auc = auc(model, labels[test], counts[test], ids[test])
+    table_rows = sum(stats.rows for stats in table_stats(model).values())
     if rank == 0:
-        print(
-            f"{epochs * train_rows / seconds:,.0f} samples/s in training, {rows:,} rows"
-        )
-        print(f"test AUC {area:.4f}", flush=True)
+        print(f"{rate:,.0f} samples/s in training, {table_rows:,} rows")
+        print(f"test AUC {test_auc:.4f}", flush=True)
 
 
 if __name__ == "__main__":

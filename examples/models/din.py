@@ -1,7 +1,8 @@
-"""DIN, a click model with attention over a user's history, on MovieLens-100k, with raw
-ids and hashed words.
+"""DIN, a click model with attention over a user's history, on MovieLens-100k.
 
     python examples/models/din.py --data ml-100k
+
+The ids are raw, and words are hashed to ids.
 
 The folder contains ml-100k.inter, ml-100k.user and ml-100k.item of RecBole, plain or
 .gz. A rating of 4 or 5 is a like. The model predicts from the user's earlier likes
@@ -17,9 +18,11 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import polars as pl
 import torch
+import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
@@ -32,7 +35,6 @@ from torchrec_recstore import (
     tune_threads,
 )
 
-# class: the genres
 PROFILE = [
     "user_id",
     "age",
@@ -40,18 +42,24 @@ PROFILE = [
     "occupation",
     "zip_code",
     "release_year",
-    "class",
+    "class",  # the genres
 ]
-DIM, HISTORY, HIDDEN = 16, 50, [64, 32]
-BATCH, LR, DENSE_LR = 256, 0.02, 0.001  # row-wise Adagrad for tables, Adam for layers
+DIM = 16
+HISTORY = 50  # the number of likes that the model reads
+HIDDEN = [64, 32]
+BATCH = 256
+TEST_BATCH = 4096
+LR = 0.02  # of the tables: row-wise Adagrad
+DENSE_LR = 0.001  # of the layers: Adam
 INIT = 0.05  # new rows are uniform in +-INIT
 
-Feature = tuple[Tensor, Tensor, Tensor]
-"""The ids of all lists, int64, and begin and end of the list of each rating, (ratings,)
-int64.
 
-Lists may overlap.
-"""
+class Feature(NamedTuple):
+    """A list of ids for each rating. Lists may overlap."""
+
+    ids: Tensor  # the ids of all lists, int64
+    begins: Tensor  # (ratings,) int64: where each list begins
+    ends: Tensor  # (ratings,) int64: where each list ends
 
 
 def string_id(text: str) -> int:
@@ -64,26 +72,30 @@ def table(folder: Path, kind: str) -> pl.DataFrame:
 
     The first column is an id. Other columns of words become lists of the words' ids.
     """
-    paths = list(folder.glob(f"ml-100k.{kind}*")) or sys.exit(
-        f"error: {folder} has no ml-100k.{kind}"
-    )
+    paths = list(folder.glob(f"ml-100k.{kind}*"))
+    if not paths:
+        sys.exit(f"error: {folder} has no ml-100k.{kind}")
     rows = pl.read_csv(paths[0], separator="\t", infer_schema=kind == "inter")
     rows = rows.rename({name: name.split(":")[0] for name in rows.columns})
     if kind == "inter":
         return rows
-    words = [
-        pl.Series(
-            name,
-            [[string_id(word) for word in (text or "").split()] for text in rows[name]],
-        )
-        for name in rows.columns[1:]
-    ]
-    return rows.with_columns(pl.col(rows.columns[0]).cast(pl.Int64), *words)
+    id_column, *word_columns = rows.columns
+    columns = [rows[id_column].cast(pl.Int64)]
+    for name in word_columns:
+        columns.append(pl.Series(name, [word_ids(text) for text in rows[name]]))
+    return pl.DataFrame(columns)
+
+
+def word_ids(text: str | None) -> list[int]:
+    """Returns the ids of the words of a text."""
+    return [string_id(word) for word in (text or "").split()]
 
 
 def read(folder: Path) -> tuple[Tensor, dict[str, Feature]]:
-    """Returns the labels, (ratings,), and the features of all ratings in the order of
-    time.
+    """Reads all ratings in the order of time.
+
+    Returns:
+        The labels, (ratings,) float32, and the features, by name.
     """
     ratings = (
         table(folder, "inter")
@@ -103,45 +115,48 @@ def read(folder: Path) -> tuple[Tensor, dict[str, Feature]]:
 
 def lists(column: pl.Series) -> Feature:
     """Returns a column of lists of ids as a feature."""
+    ids = column.explode(empty_as_null=False).to_torch()
     lengths = column.list.len().cast(pl.Int64).to_torch()
-    return (
-        column.explode(empty_as_null=False).to_torch(),
-        lengths.cumsum(0) - lengths,
-        lengths.cumsum(0),
-    )
+    ends = lengths.cumsum(0)
+    return Feature(ids, begins=ends - lengths, ends=ends)
 
 
 def earlier_likes(ratings: pl.DataFrame) -> Feature:
     """Returns the last ``HISTORY`` movies that the user has liked before each rating."""
     by_user = ratings.with_row_index("place").sort("user_id", "place")
+    # the number of all likes before this rating, of this and of earlier users
     by_user = by_user.with_columns(end=pl.col("liked").cum_sum() - pl.col("liked"))
-    by_user = by_user.with_columns(first=pl.col("end").min().over("user_id")).cast(
-        {"end": pl.Int64, "first": pl.Int64}
-    )
+    by_user = by_user.with_columns(first=pl.col("end").min().over("user_id"))
+    by_user = by_user.cast({"end": pl.Int64, "first": pl.Int64})
     likes = by_user.filter("liked")["item_id"].list.first().to_torch()
     by_time = by_user.sort("place")
-    begins, ends = by_time["first"].to_torch(), by_time["end"].to_torch()
-    return likes, torch.maximum(begins, ends - HISTORY), ends
+    first = by_time["first"].to_torch()
+    ends = by_time["end"].to_torch()
+    return Feature(likes, begins=torch.maximum(first, ends - HISTORY), ends=ends)
 
 
 def keyed(
     features: dict[str, Feature], names: list[str], rows: Tensor
 ) -> KeyedJaggedTensor:
-    """Returns some features of some ratings."""
-    values, lengths = [], []
-    for ids, begins, ends in (features[name] for name in names):
-        length = ends[rows] - begins[rows]
-        shifts = begins[rows] - (length.cumsum(0) - length)
-        values.append(
-            ids[torch.arange(int(length.sum())) + shifts.repeat_interleave(length)]
-        )
+    """Returns the named features of the ratings ``rows``."""
+    values = []
+    lengths = []
+    for name in names:
+        feature = features[name]
+        begins = feature.begins[rows]
+        length = feature.ends[rows] - begins
+        # the distance of each list in the feature from its place in the batch
+        shifts = begins - (length.cumsum(0) - length)
+        places = torch.arange(int(length.sum())) + shifts.repeat_interleave(length)
+        values.append(feature.ids[places])
         lengths.append(length)
     return KeyedJaggedTensor(names, torch.cat(values), lengths=torch.cat(lengths))
 
 
 class Attention(nn.Module):
-    """Weighs each movie of a history by an MLP on it and the movie in question, and
-    sums them without a softmax.
+    """Weighs the movies of a history and sums them, without a softmax.
+
+    The weight of a movie is an MLP of the movie and the movie in question.
     """
 
     def __init__(self) -> None:
@@ -158,16 +173,17 @@ class Attention(nn.Module):
             lengths: (B,) int64. The number of movies of each history.
         """
         sample = torch.arange(len(item)).repeat_interleave(lengths)
-        each = item[sample]
-        weights = self.weigh(
-            torch.cat([history, each, history - each, history * each], dim=1)
-        )
+        question = item[sample]
+        pairs = [history, question, history - question, history * question]
+        weights = self.weigh(torch.cat(pairs, dim=1))
         return torch.zeros_like(item).index_add(0, sample, weights * history)
 
 
 class DIN(nn.Module):
-    """An MLP on the profile of user and movie, the movie, and the part of the history
-    that matters for the movie.
+    """An MLP on the profile, the movie, and the user's interest in the movie.
+
+    The profile describes user and movie. The interest is the part of the history that
+    matters for the movie.
     """
 
     def __init__(self) -> None:
@@ -202,9 +218,8 @@ class DIN(nn.Module):
         rows = self.items(items)
         item, history = rows["item_id"].values(), rows["history"]
         interest = self.attention(item, history.values(), history.lengths())
-        return self.deep(
-            torch.cat([self.profile(profile).values(), item, interest], dim=1)
-        ).squeeze(1)
+        x = torch.cat([self.profile(profile).values(), item, interest], dim=1)
+        return self.deep(x).squeeze(1)
 
 
 def main(data: Path, epochs: int, seed: int) -> None:
@@ -212,8 +227,8 @@ def main(data: Path, epochs: int, seed: int) -> None:
     tune_threads()
     torch.manual_seed(seed)
     labels, features = read(data)
-    places = torch.arange(len(labels))
-    train, test = places[: int(0.9 * len(places))], places[int(0.9 * len(places)) :]
+    num_train = int(0.9 * len(labels))
+    test = torch.arange(num_train, len(labels))
     model = DIN()
     # of the layers; tables update their rows themselves
     optimizer = torch.optim.Adam(model.parameters(), lr=DENSE_LR)
@@ -227,29 +242,26 @@ def main(data: Path, epochs: int, seed: int) -> None:
     seconds = 0.0
     for epoch in range(epochs):
         model.train()
-        losses, began = [], time.perf_counter()
-        for rows in train[torch.randperm(len(train))].split(BATCH):
-            loss = nn.functional.binary_cross_entropy_with_logits(
-                logits(rows), labels[rows]
-            )
+        losses = []
+        begin = time.perf_counter()
+        for rows in torch.randperm(num_train).split(BATCH):
+            loss = F.binary_cross_entropy_with_logits(logits(rows), labels[rows])
             optimizer.zero_grad()
             loss.backward()  # also updates the rows of the tables
             optimizer.step()
             losses.append(loss.item())
-        seconds += time.perf_counter() - began
+        seconds += time.perf_counter() - begin
         model.eval()
         with torch.no_grad():
-            area = binary_auroc(
-                torch.cat([logits(rows) for rows in test.split(4096)]),
-                labels[test].long(),
-            ).item()
+            predicted = torch.cat([logits(rows) for rows in test.split(TEST_BATCH)])
+        auc = binary_auroc(predicted, labels[test].long()).item()
+        mean_loss = sum(losses) / len(losses)
         print(
-            f"epoch {epoch + 1}: training loss {sum(losses) / len(losses):.4f}, test"
-            f" AUC {area:.4f}",
+            f"epoch {epoch + 1}: training loss {mean_loss:.4f}, test AUC {auc:.4f}",
             flush=True,
         )
-    print(f"{epochs * len(train) / seconds:,.0f} samples/s in training")
-    print(f"test AUC {area:.4f}")
+    print(f"{epochs * num_train / seconds:,.0f} samples/s in training")
+    print(f"test AUC {auc:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""HSTU, a generative sequential recommender, on MovieLens-100k, with raw ids in an
-EmbeddingCollection.
+"""HSTU, a generative sequential recommender, on MovieLens-100k.
 
-    python examples/models/hstu.py --data ml-100k               # RecStore tables
-    python examples/models/hstu.py --data ml-100k --static      # the same model on torch.nn.Embedding
+    python examples/models/hstu.py --data ml-100k
+    # the same model on torch.nn.Embedding
+    python examples/models/hstu.py --data ml-100k --static
     torchrun --nproc-per-node 2 examples/models/hstu.py --data ml-100k
 
-The folder contains ml-100k.inter of RecBole, plain or .gz. The model reads the movies
-that a user has rated, in the order of time, and predicts the next one. All users have
-the same split in time, as in MLPerf's benchmark of HSTU: the model is trained on the
-first 90 % of all ratings, and tested on each later one. It ends with HR@10 of about
-0.15.
+The ids are raw ids, of an EmbeddingCollection in RecStore. The folder contains
+ml-100k.inter of RecBole, plain or .gz. The model reads the movies that a user has
+rated, in the order of time, and predicts the next one. All users have the same split in
+time, as in MLPerf's benchmark of HSTU: the model is trained on the first 90 % of all
+ratings, and tested on each later one. It ends with HR@10 of about 0.15.
 
 Source: Zhai et al., Actions Speak Louder than Words, arXiv 2402.17152.
 """
@@ -45,13 +45,16 @@ from torchrec_recstore import (
 from torchrec_recstore.options import TableOptions, UniformInit
 
 LENGTH = 100  # the number of movies that the model reads
-DIM, HEADS, LAYERS, DROPOUT = 64, 2, 2, 0.2
+DIM = 64
+HEADS = 2
+LAYERS = 2
+DROPOUT = 0.2
 INIT = 0.035  # new rows are uniform in +-INIT
-# users of a batch, over all ranks; negatives for each user, which the whole batch
-# shares
-BATCH, NEGATIVES = 32, 16
-# the rate of Adam, for rows and layers; the temperature of the softmax
-LR, TEMPERATURE = 1e-3, 0.05
+BATCH = 32  # users of a batch, over all ranks
+NEGATIVES = 16  # for each user; the whole batch shares them
+TEST_BATCH = 256
+LR = 1e-3  # of Adam, for rows and layers
+TEMPERATURE = 0.05  # of the softmax
 
 
 class Ratings(NamedTuple):
@@ -68,16 +71,21 @@ class Ratings(NamedTuple):
 
 def read(folder: Path) -> Ratings:
     """Reads the file of ratings."""
-    paths = list(folder.glob("ml-100k.inter*")) or sys.exit(
-        f"error: {folder} has no ml-100k.inter"
-    )
-    table = pl.read_csv(
-        paths[0], separator="\t", new_columns=["user", "item", "rating", "time"]
-    )
+    paths = list(folder.glob("ml-100k.inter*"))
+    if not paths:
+        sys.exit(f"error: {folder} has no ml-100k.inter")
+    columns = ["user", "item", "rating", "time"]
+    table = pl.read_csv(paths[0], separator="\t", new_columns=columns)
     table = table.sort("time", maintain_order=True).with_row_index("order")
     table = table.sort("user", maintain_order=True).with_row_index("place")
     table = table.with_columns(begin=pl.col("place").min().over("user"))
-    return Ratings(*(table[name].cast(pl.Int64).to_torch() for name in Ratings._fields))
+    table = table.cast(dict.fromkeys(Ratings._fields, pl.Int64))
+    return Ratings(
+        item=table["item"].to_torch(),
+        time=table["time"].to_torch(),
+        begin=table["begin"].to_torch(),
+        order=table["order"].to_torch(),
+    )
 
 
 def windows(ratings: Ratings, in_train: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,41 +93,39 @@ def windows(ratings: Ratings, in_train: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns their begins and ends.
     """
-    counts = torch.zeros_like(ratings.begin).index_add_(
-        0, ratings.begin, in_train.long()
-    )
+    counts = torch.zeros_like(ratings.begin)
+    counts.index_add_(0, ratings.begin, in_train.long())
     # the place of the user's last training rating
     last = ratings.begin + counts[ratings.begin] - 1
     places = torch.arange(len(last))
-    begins = places[((places - ratings.begin) % LENGTH == 0) & (places < last)]
-    return begins, torch.minimum(begins + LENGTH, last[begins]) + 1
+    is_begin = (places - ratings.begin) % LENGTH == 0
+    begins = places[is_begin & (places < last)]
+    ends = torch.minimum(begins + LENGTH, last[begins]) + 1
+    return begins, ends
 
 
 def ragged(values: Tensor, begins: Tensor, ends: Tensor) -> JaggedTensor:
     """Returns ``values[begin:end]`` for each begin and end."""
     lengths = ends - begins
+    # the distance of each part in the values from its place in the result
     shifts = begins - (lengths.cumsum(0) - lengths)
-    return JaggedTensor(
-        values[torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)],
-        lengths=lengths,
-    )
+    places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
+    return JaggedTensor(values[places], lengths=lengths)
 
 
 def features(items: JaggedTensor, negatives: Tensor) -> KeyedJaggedTensor:
     """Returns the ids of a batch as two features. ``negatives`` is (B, n)."""
-    lengths = torch.cat(
-        [items.lengths(), torch.full((len(negatives),), negatives.shape[1])]
-    )
-    return KeyedJaggedTensor(
-        ["item", "negative"],
-        torch.cat([items.values(), negatives.flatten()]),
-        lengths=lengths,
-    )
+    users, negatives_of_user = negatives.shape
+    values = torch.cat([items.values(), negatives.flatten()])
+    negative_lengths = torch.full((users,), negatives_of_user)
+    lengths = torch.cat([items.lengths(), negative_lengths])
+    return KeyedJaggedTensor(["item", "negative"], values, lengths=lengths)
 
 
 class Bias(nn.Module):
-    """The relative attention bias: a learned number for each distance in places, and
-    for each distance in time.
+    """The relative attention bias.
+
+    It is a learned number for each distance in places, and for each distance in time.
     """
 
     def __init__(self) -> None:
@@ -128,16 +134,16 @@ class Bias(nn.Module):
         self.time = nn.Parameter(torch.empty(64).normal_(std=0.02))
 
     def forward(self, now: Tensor, times: Tensor) -> Tensor:
-        """Returns the bias, (B, N, N), of the prediction at ``now[b, i]`` for the
-        rating at ``times[b, j]``.
+        """Returns the bias, (B, N, N).
+
+        ``bias[b, i, j]`` is that of the prediction at ``now[b, i]`` for the rating at
+        ``times[b, j]``.
         """
         places = torch.arange(times.shape[1])
-        buckets = (
-            ((now[:, :, None] - times[:, None, :]).clamp(min=1).log() / 0.301)
-            .long()
-            .clamp(max=63)
-        )
-        return self.place[(places[:, None] - places).clamp(min=0)] + self.time[buckets]
+        distances = (places[:, None] - places).clamp(min=0)
+        seconds = (now[:, :, None] - times[:, None, :]).clamp(min=1)
+        buckets = (seconds.log() / 0.301).long().clamp(max=63)
+        return self.place[distances] + self.time[buckets]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -158,18 +164,21 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm_in, self.norm_out = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
-        self.f1, self.f2 = nn.Linear(DIM, 4 * DIM), nn.Linear(DIM, DIM)
+        self.norm_in = nn.LayerNorm(DIM)
+        self.norm_out = nn.LayerNorm(DIM)
+        self.f1 = nn.Linear(DIM, 4 * DIM)
+        self.f2 = nn.Linear(DIM, DIM)
         self.bias = Bias()
 
     def forward(self, x: Tensor, now: Tensor, times: Tensor) -> Tensor:
         """Returns (B, N, DIM)."""
         u, v, q, k = F.silu(self.f1(self.norm_in(x))).chunk(4, dim=-1)
-        q, k, v = (each.unflatten(-1, (HEADS, DIM // HEADS)) for each in (q, k, v))
+        q = q.unflatten(-1, (HEADS, DIM // HEADS))
+        k = k.unflatten(-1, (HEADS, DIM // HEADS))
+        v = v.unflatten(-1, (HEADS, DIM // HEADS))
         attended = attend(q, k, v, self.bias(now, times)).flatten(-2)
-        return x + self.f2(
-            F.dropout(self.norm_out(attended) * u, DROPOUT, self.training)
-        )
+        gated = self.norm_out(attended) * u
+        return x + self.f2(F.dropout(gated, DROPOUT, self.training))
 
 
 class HSTU(nn.Module):
@@ -184,46 +193,47 @@ class HSTU(nn.Module):
     def forward(
         self, ids: KeyedJaggedTensor, times: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns unit vectors: predictions and the movies that came next, each (B, N,
-        DIM), and negatives (n, DIM).
+        """Predicts the movie after each movie.
 
-        ``ids`` has up to N + 1 movies of each user as ``item``. ``times``, (B, N + 1),
-        is padded at the end.
+        Args:
+            ids: Up to N + 1 movies of each user as ``item``, and the ids of n negatives
+                as ``negative``.
+            times: (B, N + 1) int64. The times of the ratings, padded at the end.
+
+        Returns:
+            Unit vectors: the predictions and the movies that came next, each (B, N,
+            DIM), and the negatives, (n, DIM).
         """
         rows = self.table(ids)
         movies = rows["item"].to_padded_dense(times.shape[1])
-        x = F.dropout(
-            movies[:, :-1] * DIM**0.5 + self.places[: times.shape[1] - 1],
-            DROPOUT,
-            self.training,
-        )
+        x = movies[:, :-1] * DIM**0.5 + self.places[: times.shape[1] - 1]
+        x = F.dropout(x, DROPOUT, self.training)
         for layer in self.layers:
-            x = layer(x, times[:, 1:], times[:, :-1])
-        return tuple(
-            F.normalize(each, dim=-1, eps=1e-6)
-            for each in (x, movies[:, 1:], rows["negative"].values())
-        )
+            x = layer(x, now=times[:, 1:], times=times[:, :-1])
+        return unit(x), unit(movies[:, 1:]), unit(rows["negative"].values())
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Returns the vectors scaled to the length 1."""
+    return F.normalize(vectors, dim=-1, eps=1e-6)
 
 
 def sampled_softmax(
     predicted: Tensor, targets: Tensor, negatives: Tensor, ids: KeyedJaggedTensor
 ) -> Tensor:
-    """Returns the mean cross-entropy of the next movie among it and the negatives, over
-    all places but padding.
+    """Returns the mean cross-entropy of the next movie among it and the negatives.
+
+    The mean is that of all places but padding.
     """
-    places = ids["item"].to_padded_dense(predicted.shape[1] + 1)[:, 1:]
-    real = torch.arange(places.shape[1]) < (ids["item"].lengths() - 1)[:, None]
-    predicted, right = (
-        predicted[real],
-        (predicted[real] * targets[real]).sum(-1, keepdim=True),
-    )
-    same = places[real][:, None] == ids["negative"].values()
-    logits = (
-        torch.cat(
-            [right, (predicted @ negatives.T).masked_fill(same, -torch.inf)], dim=1
-        )
-        / TEMPERATURE
-    )
+    target_ids = ids["item"].to_padded_dense(predicted.shape[1] + 1)[:, 1:]
+    places = torch.arange(target_ids.shape[1])
+    is_real = places < (ids["item"].lengths() - 1)[:, None]
+    predicted = predicted[is_real]
+    target_scores = (predicted * targets[is_real]).sum(-1, keepdim=True)
+    # A negative that is the next movie is no wrong answer.
+    is_target = target_ids[is_real][:, None] == ids["negative"].values()
+    negative_scores = (predicted @ negatives.T).masked_fill(is_target, -torch.inf)
+    logits = torch.cat([target_scores, negative_scores], dim=1) / TEMPERATURE
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
 
 
@@ -237,32 +247,27 @@ def hit_rate(model: HSTU, ratings: Ratings, test: Tensor) -> tuple[float, float]
     The model reads all ratings of the user before it, also those after the end of the
     training.
     """
-    movies, none = ratings.item.unique(), torch.empty(256, 0, dtype=torch.int64)
-    rows = model.table(
-        features(JaggedTensor(movies, lengths=torch.tensor([len(movies)])), none[:1])
-    )["item"].values()
-    vectors = F.normalize(rows, dim=-1, eps=1e-6)
+    movies = ratings.item.unique()
+    no_negatives = torch.empty(TEST_BATCH, 0, dtype=torch.int64)
+    all_movies = JaggedTensor(movies, lengths=torch.tensor([len(movies)]))
+    rows = model.table(features(all_movies, no_negatives[:1]))
+    vectors = unit(rows["item"].values())
     hits = torch.zeros((), dtype=torch.int64)
-    for part in test.split(256 * dist.get_world_size()):
+    for part in test.split(TEST_BATCH * dist.get_world_size()):
         places = part[dist.get_rank() :: dist.get_world_size()]
-        begins, users = (
-            torch.maximum(ratings.begin[places], places - LENGTH),
-            torch.arange(len(places)),
-        )
+        users = torch.arange(len(places))
+        begins = torch.maximum(ratings.begin[places], places - LENGTH)
         ids = ragged(ratings.item, begins, places + 1)
         times = ragged(ratings.time, begins, places + 1).to_padded_dense(LENGTH + 1)
-        scores = (
-            model(features(ids, none[: len(places)]), times)[0][
-                users, ids.lengths() - 2
-            ]
-            @ vectors.T
-        )
+        predicted, _, _ = model(features(ids, no_negatives[: len(places)]), times)
+        last_predicted = predicted[users, ids.lengths() - 2]
+        scores = last_predicted @ vectors.T
         rated = ragged(ratings.item, ratings.begin[places], places)
-        scores[
-            users.repeat_interleave(rated.lengths()),
-            torch.searchsorted(movies, rated.values()),
-        ] = -torch.inf
-        hits += (movies[scores.topk(10).indices] == ratings.item[places, None]).sum()
+        rated_users = users.repeat_interleave(rated.lengths())
+        rated_movies = torch.searchsorted(movies, rated.values())
+        scores[rated_users, rated_movies] = -torch.inf
+        best = movies[scores.topk(10).indices]
+        hits += (best == ratings.item[places, None]).sum()
     dist.all_reduce(hits)
     share = hits.item() / len(test)
     return share, (share * (1 - share) / len(test)) ** 0.5
@@ -277,57 +282,48 @@ class StaticTable(nn.Module):
     def __init__(self, ids: Tensor) -> None:
         super().__init__()
         self.register_buffer("ids", ids.unique())
-        begin = Table(
-            DIM,
-            options=TableOptions(initializer=UniformInit(-INIT, INIT)),
-            name="t_item",
-        )
-        self.rows = nn.Embedding.from_pretrained(
-            begin.lookup(self.ids, train=True), freeze=False, sparse=True
-        )
+        options = TableOptions(initializer=UniformInit(-INIT, INIT))
+        table = Table(DIM, options=options, name="t_item")
+        first_rows = table.lookup(self.ids, train=True)
+        self.rows = nn.Embedding.from_pretrained(first_rows, freeze=False, sparse=True)
 
     def forward(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Returns the rows of the ids, by key."""
-        rows = {
-            key: self.rows(torch.searchsorted(self.ids, ids[key].values()))
-            for key in ("item", "negative")
-        }
-        return {
-            key: JaggedTensor(rows[key], lengths=ids[key].lengths()) for key in rows
-        }
+        rows = {}
+        for key in ("item", "negative"):
+            numbers = torch.searchsorted(self.ids, ids[key].values())
+            rows[key] = JaggedTensor(self.rows(numbers), lengths=ids[key].lengths())
+        return rows
 
 
 def main(data: Path, epochs: int, seed: int, static: bool) -> None:
     """Trains, and prints HR@10 of the test ratings."""
     tune_threads()
-    alone = (
-        {}
-        if dist.is_torchelastic_launched()
-        else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group("gloo", **alone)
-    rank, ranks, ratings = dist.get_rank(), dist.get_world_size(), read(data)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    ratings = read(data)
     in_train = ratings.order < int(0.9 * len(ratings.order))
-    test = torch.nonzero(
-        ~in_train & (torch.arange(len(in_train)) > ratings.begin)
-    ).flatten()
-    movies, (begins, ends) = ratings.item[in_train].unique(), windows(ratings, in_train)
+    has_history = torch.arange(len(in_train)) > ratings.begin
+    test = torch.nonzero(~in_train & has_history).flatten()
+    movies = ratings.item[in_train].unique()
+    begins, ends = windows(ratings, in_train)
 
     torch.manual_seed(seed)
-    options = {
-        "name": "t_item",
-        "embedding_dim": DIM,
-        "weight_init_min": -INIT,
-        "weight_init_max": INIT,
-    }
     config = EmbeddingConfig(
-        **options, num_embeddings=2**40, feature_names=["item", "negative"]
+        name="t_item",
+        embedding_dim=DIM,
+        num_embeddings=2**40,
+        feature_names=["item", "negative"],
+        weight_init_min=-INIT,
+        weight_init_max=INIT,
     )
-    table = (
-        StaticTable(ratings.item)
-        if static
-        else EmbeddingCollection([config], device=torch.device("meta"))
-    )
+    table = EmbeddingCollection([config], device=torch.device("meta"))
+    if static:
+        table = StaticTable(ratings.item)
     sharder = RecStoreEmbeddingCollectionSharder(
         fused_params={"optimizer": EmbOptimType.ADAM, "learning_rate": LR}
     )
@@ -336,46 +332,42 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
     )
     # RecStore's rows are updated in backward
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    rows = [dense.pop(name) for name in list(dense) if "table.rows" in name]
-    optimizers = [
-        torch.optim.Adam(dense.values(), lr=LR),
-        *(torch.optim.SparseAdam([each], lr=LR) for each in rows),
-    ]
+    static_rows = [dense.pop(name) for name in list(dense) if "table.rows" in name]
+    optimizers = [torch.optim.Adam(dense.values(), lr=LR)]
+    if static:
+        optimizers.append(torch.optim.SparseAdam(static_rows, lr=LR))
 
-    began = time.perf_counter()
+    begin = time.perf_counter()
     for epoch in range(epochs):
         model.train()
-        losses, order = (
-            [],
-            torch.randperm(
-                len(begins),
-                generator=torch.Generator().manual_seed(seed * epochs + epoch),
-            ),
-        )
+        losses = []
+        random = torch.Generator().manual_seed(seed * epochs + epoch)
+        order = torch.randperm(len(begins), generator=random)
         for batch in order[: len(order) // ranks * ranks].split(BATCH):
             part = batch[rank::ranks]
-            times = ragged(ratings.time, begins[part], ends[part]).to_padded_dense(
-                LENGTH + 1
-            )
+            items = ragged(ratings.item, begins[part], ends[part])
+            times = ragged(ratings.time, begins[part], ends[part])
             negatives = movies[torch.randint(len(movies), (len(part), NEGATIVES))]
-            ids = features(ragged(ratings.item, begins[part], ends[part]), negatives)
-            loss = sampled_softmax(*model(ids, times), ids)
+            ids = features(items, negatives)
+            predicted, targets, negative_vectors = model(
+                ids, times.to_padded_dense(LENGTH + 1)
+            )
+            loss = sampled_softmax(predicted, targets, negative_vectors, ids)
             model.zero_grad()
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
             losses.append(loss.item())
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}: training loss {sum(losses) / len(losses):.4f}",
-                flush=True,
-            )
-    speed = epochs * (ends - begins - 1).sum().item() / (time.perf_counter() - began)
+            mean_loss = sum(losses) / len(losses)
+            print(f"epoch {epoch + 1}: training loss {mean_loss:.4f}", flush=True)
+    predictions = epochs * (ends - begins - 1).sum().item()
+    rate = predictions / (time.perf_counter() - begin)
     model.eval()
     share, error = hit_rate(model.module, ratings, test)
-    held = len(movies) if static else table_stats(model)["t_item"].rows
+    num_rows = len(movies) if static else table_stats(model)["t_item"].rows
     if rank == 0:
-        print(f"{speed:,.0f} predictions/s in training, {held:,} rows")
+        print(f"{rate:,.0f} predictions/s in training, {num_rows:,} rows")
         print(
             f"HR@10 of {len(test):,} later ratings: {share:.4f} +- {error:.4f}",
             flush=True,

@@ -1,14 +1,15 @@
-"""SASRec, self-attention over the items of a user, on Amazon "Games", with raw ids in
-an EmbeddingCollection.
+"""SASRec, self-attention over the items of a user, on Amazon "Games".
 
-    python examples/models/sasrec.py --data Video.txt               # RecStore table
-    python examples/models/sasrec.py --data Video.txt --static      # the same model on torch.nn.Embedding
+    python examples/models/sasrec.py --data Video.txt
+    # the same model on torch.nn.Embedding
+    python examples/models/sasrec.py --data Video.txt --static
     torchrun --nproc-per-node 2 examples/models/sasrec.py --data Video.txt
 
 The file is data/Video.txt of github.com/kang205/SASRec: a user and an item in each
-line, in the order of time. The names of the items are hashed to 64-bit ids. The last
-item of each user is for the test, the item before it for validation. Both are ranked
-among 100 random items that the user does not have. Hit@10 is about 0.735 at the end.
+line, in the order of time. The names of the items are hashed to 64-bit ids, of an
+EmbeddingCollection in RecStore. The last item of each user is for the test, the item
+before it for validation. Both are ranked among 100 random items that the user does not
+have. Hit@10 is about 0.735 at the end.
 
 RecStore's Adam moves the rows of a batch only. In the authors' code, and with --static,
 Adam also moves all other rows by their momentum, so that rows move further for each
@@ -47,24 +48,28 @@ from torchrec_recstore import (
 
 # the features, all of one table, so that a step updates each row once
 KEYS = ["history", "positive", "negative"]
-# LENGTH: the number of items that the model reads
-LENGTH, DIM, BLOCKS, DROPOUT = 50, 50, 2, 0.5
-# new rows are uniform in +-INIT, as in the authors' code: Glorot's bound for 23,716
-# rows
+LENGTH = 50  # the number of items that the model reads
+DIM = 50
+BLOCKS = 2
+DROPOUT = 0.5
+# New rows are uniform in +-INIT, as in the authors' code: Glorot's bound for 23,716
+# rows.
 INIT = 0.0159
-# users of a batch, over all ranks; users whose attention is computed together
-BATCH, GROUP = 256, 32
-# Adam, with LR of the authors for each 128 users
-LR, ROW_LR, BETAS = 2e-3, 8e-3, (0.9, 0.98)
-# epochs between validations; epochs without a better validation until the training ends
-EVERY, PATIENCE = 10, 20
+BATCH = 256  # users of a batch, over all ranks
+GROUP = 32  # users whose attention is computed together
+TEST_BATCH = 512
+TEST_ITEMS = 101  # the item of the test, and 100 random items
+LR = 2e-3  # of Adam, that of the authors for each 128 users
+ROW_LR = 8e-3
+BETAS = (0.9, 0.98)
+VALIDATION_EPOCHS = 10  # between two validations
+PATIENCE = 20  # epochs without a better validation until the training ends
 
 
 class Interactions:
-    """The interactions of one user after another, and those of each user in the order
-    of time.
+    """The interactions of one user after another, each in the order of time.
 
-    All are int64.
+    All tensors are int64.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,51 +84,62 @@ class Interactions:
             name: xxhash.xxh3_64_intdigest(name.encode()) - 2**63
             for name in table["item"].unique()
         }
-        numbers = pl.col("user").rank("dense").cast(pl.Int64) - 1
-        table = table.with_columns(numbers, pl.col("item").replace_strict(ids)).sort(
-            "user", maintain_order=True
-        )
-        self.user, self.item = table["user"].to_torch(), table["item"].to_torch()
+        user_numbers = pl.col("user").rank("dense").cast(pl.Int64) - 1
+        item_ids = pl.col("item").replace_strict(ids)
+        table = table.with_columns(user_numbers, item_ids)
+        table = table.sort("user", maintain_order=True)
+        self.user = table["user"].to_torch()
+        self.item = table["item"].to_torch()
         # the place of the user's first interaction
         self.first = torch.searchsorted(self.user, self.user)
         # the ids of all items
         self.items, number = self.item.unique(return_inverse=True)
+        # a number for each pair of a user and an item of the user
         self.owned = self.user * len(self.items) + number
 
     def random_items(self, users: Tensor, owned: Tensor) -> Tensor:
-        """Returns a random item for each of ``users``, which the user does not have in
-        ``owned``.
+        """Returns a random item for each of ``users``.
+
+        The user does not have the item in ``owned``.
         """
-        drawn = torch.randint(len(self.items), users.shape)
-        while (again := torch.isin(users * len(self.items) + drawn, owned)).any():
-            drawn[again] = torch.randint(len(self.items), (int(again.sum()),))
-        return self.items[drawn]
+        num_items = len(self.items)
+        numbers = torch.randint(num_items, users.shape)
+        is_owned = torch.isin(users * num_items + numbers, owned)
+        while is_owned.any():
+            numbers[is_owned] = torch.randint(num_items, (int(is_owned.sum()),))
+            is_owned = torch.isin(users * num_items + numbers, owned)
+        return self.items[numbers]
 
     def history(self, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the places of up to ``LENGTH`` interactions before each of ``ends``,
-        and their numbers, (users,).
+        """Returns the places of up to ``LENGTH`` interactions before each of ``ends``.
+
+        The second tensor, (users,), has their numbers.
         """
         lengths = (ends - self.first[ends]).clamp(max=LENGTH)
-        return (
-            torch.arange(int(lengths.sum()))
-            + (ends - lengths.cumsum(0)).repeat_interleave(lengths),
-            lengths,
-        )
+        # the distance of each history in the interactions from its place in the result
+        shifts = ends - lengths.cumsum(0)
+        places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
+        return places, lengths
 
 
 def attend(qkv: Tensor, lengths: Tensor, dropout: float) -> Tensor:
-    """Returns causal attention, (total, DIM), of users with queries, keys and values
-    side by side, (total, 3 * DIM).
+    """Returns causal attention within each user, (total, DIM).
+
+    Args:
+        qkv: (total, 3 * DIM). Queries, keys and values side by side, of one user after
+            another.
+        lengths: (users,) int64. The number of places of each user.
+        dropout: The probability of dropout.
     """
-    padded = JaggedTensor(qkv, lengths=lengths).to_padded_dense(
-        longest := int(lengths.max())
-    )
+    max_length = int(lengths.max())
+    padded = JaggedTensor(qkv, lengths=lengths).to_padded_dense(max_length)
     # No place sees a later one, so none sees padding.
     q, k, v = padded[:, None].chunk(3, dim=-1)
     attended = F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=True
     )
-    return attended[:, 0][torch.arange(longest) < lengths[:, None]]
+    is_real = torch.arange(max_length) < lengths[:, None]
+    return attended[:, 0][is_real]
 
 
 class Block(nn.Module):
@@ -134,27 +150,31 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm_attention, self.norm_layers = (
-            nn.LayerNorm(DIM, eps=1e-8),
-            nn.LayerNorm(DIM, eps=1e-8),
-        )
-        self.query, self.key, self.value = (nn.Linear(DIM, DIM) for _ in range(3))
-        drop = nn.Dropout(DROPOUT)
+        self.norm_attention = nn.LayerNorm(DIM, eps=1e-8)
+        self.norm_layers = nn.LayerNorm(DIM, eps=1e-8)
+        self.query = nn.Linear(DIM, DIM)
+        self.key = nn.Linear(DIM, DIM)
+        self.value = nn.Linear(DIM, DIM)
         self.layers = nn.Sequential(
-            nn.Linear(DIM, DIM), nn.ReLU(), drop, nn.Linear(DIM, DIM), drop
+            nn.Linear(DIM, DIM),
+            nn.ReLU(),
+            nn.Dropout(DROPOUT),
+            nn.Linear(DIM, DIM),
+            nn.Dropout(DROPOUT),
         )
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         """Returns (total, DIM) for the items of one user after another, (total, DIM)."""
-        normal, groups = self.norm_attention(x), lengths.split(GROUP)
+        normal = self.norm_attention(x)
         qkv = torch.cat([self.query(normal), self.key(x), self.value(x)], dim=1)
-        parts = zip(
-            qkv.split([int(group.sum()) for group in groups]), groups, strict=True
-        )
-        x = self.norm_layers(
-            normal
-            + torch.cat([attend(*part, DROPOUT * self.training) for part in parts])
-        )
+        groups = lengths.split(GROUP)
+        group_qkvs = qkv.split([int(group.sum()) for group in groups])
+        dropout = DROPOUT if self.training else 0.0
+        attended = [
+            attend(group_qkv, group, dropout)
+            for group_qkv, group in zip(group_qkvs, groups, strict=True)
+        ]
+        x = self.norm_layers(normal + torch.cat(attended))
         return x + self.layers(x)
 
 
@@ -163,29 +183,27 @@ class SASRec(nn.Module):
 
     def __init__(self, table: nn.Module) -> None:
         super().__init__()
-        self.table, self.positions = table, nn.Parameter(torch.empty(LENGTH, DIM))
-        self.blocks, self.norm = (
-            nn.ModuleList(Block() for _ in range(BLOCKS)),
-            nn.LayerNorm(DIM, eps=1e-8),
-        )
-        for matrix in (
-            each
-            for each in (self.positions, *self.blocks.parameters())
-            if each.ndim == 2
-        ):
-            nn.init.xavier_uniform_(matrix)
+        self.table = table
+        self.positions = nn.Parameter(torch.empty(LENGTH, DIM))
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(DIM, eps=1e-8)
+        for parameter in (self.positions, *self.blocks.parameters()):
+            if parameter.ndim == 2:
+                nn.init.xavier_uniform_(parameter)
 
     def forward(self, ids: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the predictions after each item of the histories, and the rows of
-        positives and of negatives.
+        """Predicts the item after each item of the histories.
+
+        Returns:
+            The predictions, the rows of the positives, and the rows of the negatives.
         """
-        rows, lengths = self.table(ids), ids["history"].lengths()
+        rows = self.table(ids)
+        lengths = ids["history"].lengths()
         ends = lengths.cumsum(0).repeat_interleave(lengths)
         # The last item has the last position.
         positions = self.positions[LENGTH - ends + torch.arange(len(ends))]
-        x = F.dropout(
-            rows["history"].values() * DIM**0.5 + positions, DROPOUT, self.training
-        )
+        x = rows["history"].values() * DIM**0.5 + positions
+        x = F.dropout(x, DROPOUT, self.training)
         for block in self.blocks:
             x = block(x, lengths)
         return self.norm(x), rows["positive"].values(), rows["negative"].values()
@@ -195,155 +213,173 @@ class SASRec(nn.Module):
 def rank_metrics(
     model: nn.Module, data: Interactions, ends: Tensor, items: Tensor
 ) -> list[float]:
-    """Returns NDCG@10 and Hit@10 of the first of ``items``, (users, 101), after the
-    histories.
+    """Returns NDCG@10 and Hit@10 of the first of ``items`` after each history.
 
     Collective.
+
+    Args:
+        model: The sharded model.
+        data: The interactions.
+        ends: (users,) int64. The place after the history of each user.
+        items: (users, TEST_ITEMS) int64. The items to rank.
     """
     sums = torch.zeros(2, dtype=torch.float64)
-    for part in torch.arange(len(ends)).tensor_split(len(ends) // 512 + 1):
+    for part in torch.arange(len(ends)).tensor_split(len(ends) // TEST_BATCH + 1):
         users = part[dist.get_rank() :: dist.get_world_size()]
-        (place, lengths), one = data.history(ends[users]), torch.ones_like(users)
+        place, history_lengths = data.history(ends[users])
         ids = torch.cat([data.item[place], items[users].flatten()])
-        x, rows, _ = model(
-            KeyedJaggedTensor(
-                KEYS, ids, lengths=torch.cat([lengths, 101 * one, 0 * one])
-            )
-        )
-        scores = torch.einsum(
-            "bd,bnd->bn", x[lengths.cumsum(0) - 1], rows.view(-1, 101, DIM)
-        )
+        lengths = [
+            history_lengths,
+            torch.full_like(users, TEST_ITEMS),  # positives
+            torch.zeros_like(users),  # negatives
+        ]
+        x, rows, _ = model(KeyedJaggedTensor(KEYS, ids, lengths=torch.cat(lengths)))
+        predicted = x[history_lengths.cumsum(0) - 1]
+        item_rows = rows.view(-1, TEST_ITEMS, DIM)
+        scores = torch.einsum("bd,bnd->bn", predicted, item_rows)
         # An equal score is a wrong answer.
         rank = (~(scores[:, 1:] < scores[:, :1])).sum(1)
-        sums += torch.stack([(rank < 10) / (rank + 2).log2(), rank < 10]).sum(1)
+        is_hit = rank < 10
+        gain = is_hit / (rank + 2).log2()
+        sums += torch.stack([gain, is_hit]).sum(1)
     dist.all_reduce(sums)
     return (sums / len(ends)).tolist()
 
 
-def main(data: Path, epochs: int, seed: int, static: bool) -> None:
-    """Trains, and prints NDCG@10 and Hit@10 of the test at the epoch with the best
-    validation.
-    """
-    tune_threads()
-    alone = (
-        {}
-        if dist.is_torchelastic_launched()
-        else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group("gloo", **alone)
-    rank, ranks, seen = dist.get_rank(), dist.get_world_size(), Interactions(data)
-    # nn.Embedding needs numbers in the place of raw ids, and so all items beforehand.
-    if static:
-        seen.item, seen.items = (
-            torch.searchsorted(seen.items, seen.item),
-            torch.arange(len(seen.items)),
-        )
-    torch.manual_seed(seed)
-    counts = seen.user.bincount()
-    last = counts.cumsum(0) - 1  # the place of the user's last interaction
-    # sorted by length, so that there is little padding
-    tested = counts.argsort(stable=True)[int((counts < 3).sum()) :]
-    ends = [last[tested] - 1, last[tested]]  # of validation and test
-    others = [
-        seen.random_items(tested[:, None].expand(-1, 100), seen.owned) for _ in ends
-    ]
-    items = [
-        torch.cat([seen.item[end, None], other], dim=1)
-        for end, other in zip(ends, others, strict=True)
-    ]
-    trained = seen.owned[~torch.isin(torch.arange(len(seen.owned)), torch.cat(ends))]
-    last[tested] -= 2  # the place of the last interaction of the training
-    last = last[last > seen.first[last]]
-    options = {
-        "name": "t_item",
-        "embedding_dim": DIM,
-        "weight_init_min": -INIT,
-        "weight_init_max": INIT,
-    }
+def build(static: bool, num_items: int) -> nn.Module:
+    """Shards a new model, or makes one with a table of TorchRec."""
     config = EmbeddingConfig(
-        **options,
-        num_embeddings=len(seen.items) if static else 2**40,
+        name="t_item",
+        embedding_dim=DIM,
+        num_embeddings=num_items if static else 2**40,
         feature_names=KEYS,
+        weight_init_min=-INIT,
+        weight_init_max=INIT,
     )
-    table = EmbeddingCollection(
-        [config], device=torch.device("cpu" if static else "meta")
-    )
+    device = torch.device("cpu" if static else "meta")
+    table = EmbeddingCollection([config], device=device)
     adam = {
         "optimizer": EmbOptimType.ADAM,
         "learning_rate": ROW_LR,
         "beta1": BETAS[0],
         "beta2": BETAS[1],
     }
-    sharders = [] if static else [RecStoreEmbeddingCollectionSharder(fused_params=adam)]
-    model = DistributedModelParallel(
+    sharders = []
+    if not static:
+        sharders.append(RecStoreEmbeddingCollectionSharder(fused_params=adam))
+    return DistributedModelParallel(
         SASRec(table), sharders=sharders, device=torch.device("cpu")
     )
+
+
+def main(data: Path, epochs: int, seed: int, static: bool) -> None:
+    """Trains, and prints NDCG@10 and Hit@10 of the test.
+
+    They are those of the epoch with the best validation.
+    """
+    tune_threads()
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    interactions = Interactions(data)
+    # nn.Embedding needs numbers in the place of raw ids, and so all items beforehand.
+    if static:
+        interactions.item = torch.searchsorted(interactions.items, interactions.item)
+        interactions.items = torch.arange(len(interactions.items))
+    torch.manual_seed(seed)
+    counts = interactions.user.bincount()
+    last = counts.cumsum(0) - 1  # the place of the user's last interaction
+    # sorted by length, so that there is little padding
+    test_users = counts.argsort(stable=True)[int((counts < 3).sum()) :]
+    validation_ends = last[test_users] - 1
+    test_ends = last[test_users]
+    repeated_users = test_users[:, None].expand(-1, TEST_ITEMS - 1)
+    validation_items = torch.cat(
+        [
+            interactions.item[validation_ends, None],
+            interactions.random_items(repeated_users, interactions.owned),
+        ],
+        dim=1,
+    )
+    test_items = torch.cat(
+        [
+            interactions.item[test_ends, None],
+            interactions.random_items(repeated_users, interactions.owned),
+        ],
+        dim=1,
+    )
+    places = torch.arange(len(interactions.owned))
+    is_tested = torch.isin(places, torch.cat([validation_ends, test_ends]))
+    train_owned = interactions.owned[~is_tested]
+    last[test_users] -= 2  # the place of the last interaction of the training
+    last = last[last > interactions.first[last]]
+
+    model = build(static, len(interactions.items))
     # RecStore's rows are updated in backward
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr=LR, betas=BETAS, fused=True)
 
-    steps, seconds, best, best_epoch = (
-        torch.Generator().manual_seed(seed),
-        0.0,
-        [0.0],
-        0,
-    )
+    random = torch.Generator().manual_seed(seed)
+    seconds = 0.0
+    best = [0.0]
+    best_epoch = 0
     for epoch in range(1, epochs + 1):
         model.train()
-        began, losses, negative = (
-            time.perf_counter(),
-            [],
-            seen.random_items(seen.user, trained),
-        )
-        for batch in last[
-            torch.randperm(len(last), generator=steps)[: len(last) // ranks * ranks]
-        ].split(BATCH):
-            place, lengths = seen.history(
-                batch[(batch - seen.first[batch]).argsort()][rank::ranks]
+        losses = []
+        begin = time.perf_counter()
+        negatives = interactions.random_items(interactions.user, train_owned)
+        order = torch.randperm(len(last), generator=random)
+        order = order[: len(last) // ranks * ranks]
+        for batch in last[order].split(BATCH):
+            by_length = (batch - interactions.first[batch]).argsort()
+            place, lengths = interactions.history(batch[by_length][rank::ranks])
+            ids = [
+                interactions.item[place],
+                interactions.item[place + 1],
+                negatives[place],
+            ]
+            x, positive_rows, negative_rows = model(
+                KeyedJaggedTensor(KEYS, torch.cat(ids), lengths=lengths.repeat(3))
             )
-            ids = torch.cat([seen.item[place], seen.item[place + 1], negative[place]])
-            x, right, wrong = model(
-                KeyedJaggedTensor(KEYS, ids, lengths=lengths.repeat(3))
-            )
-            loss = (
-                F.softplus(-(x * right).sum(1)) + F.softplus((x * wrong).sum(1))
-            ).mean()
+            positive_scores = (x * positive_rows).sum(1)
+            negative_scores = (x * negative_rows).sum(1)
+            loss = (F.softplus(-positive_scores) + F.softplus(negative_scores)).mean()
             model.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        seconds += time.perf_counter() - began
-        if epoch % EVERY and epoch < epochs:
+        seconds += time.perf_counter() - begin
+        if epoch % VALIDATION_EPOCHS != 0 and epoch < epochs:
             continue
         model.eval()
-        valid = rank_metrics(model, seen, ends[0], items[0])
-        if valid > best:
-            best, best_epoch, (gain, hits) = (
-                valid,
-                epoch,
-                rank_metrics(model, seen, ends[1], items[1]),
-            )
+        metrics = rank_metrics(model, interactions, validation_ends, validation_items)
+        if metrics > best:
+            best = metrics
+            best_epoch = epoch
+            gain, hits = rank_metrics(model, interactions, test_ends, test_items)
         if rank == 0:
-            shown = "NDCG@10 {:.4f}, Hit@10 {:.4f}".format(*valid)
+            mean_loss = sum(losses) / len(losses)
             print(
-                f"epoch {epoch}: training loss {sum(losses) / len(losses):.4f},"
-                f" validation {shown}",
+                f"epoch {epoch}: training loss {mean_loss:.4f}, validation NDCG@10"
+                f" {metrics[0]:.4f}, Hit@10 {metrics[1]:.4f}",
                 flush=True,
             )
         if epoch - best_epoch >= PATIENCE:
             break
-    held = len(seen.items) if static else table_stats(model)["t_item"].rows
+    num_rows = len(interactions.items) if static else table_stats(model)["t_item"].rows
     if rank == 0:
-        speed, error = (
-            epoch * len(seen.history(last)[0]) / seconds,
-            (hits * (1 - hits) / len(tested)) ** 0.5,
-        )
+        train_places, _ = interactions.history(last)
+        rate = epoch * len(train_places) / seconds
+        error = (hits * (1 - hits) / len(test_users)) ** 0.5
         print(
-            f"{speed:,.0f} predictions/s in training, {held:,} rows; test at epoch"
+            f"{rate:,.0f} predictions/s in training, {num_rows:,} rows; test at epoch"
             f" {best_epoch}:"
         )
         print(
-            f"NDCG@10 {gain:.4f}, Hit@10 of {len(tested):,} users: {hits:.4f} +-"
+            f"NDCG@10 {gain:.4f}, Hit@10 of {len(test_users):,} users: {hits:.4f} +-"
             f" {error:.4f}",
             flush=True,
         )

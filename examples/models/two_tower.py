@@ -1,9 +1,11 @@
 """A two-tower retrieval model on MovieLens-100k, with raw ids and hashed words.
 
     python examples/models/two_tower.py --data ml-100k
-    python examples/models/two_tower.py --data ml-100k --fused 10000    # TorchRec's tables, ids modulo 10,000
+    # TorchRec's tables, ids modulo 10,000
+    python examples/models/two_tower.py --data ml-100k --fused 10000
     torchrun --nproc-per-node 2 examples/models/two_tower.py --data ml-100k
-    python examples/models/two_tower.py --data ml-100k --live 16    # publishes, and finds movies with FAISS
+    # publishes, and finds movies with FAISS
+    python examples/models/two_tower.py --data ml-100k --live 16
 
 The folder contains ml-100k.inter, ml-100k.user and ml-100k.item of RecBole, plain or
 .gz. One tower turns the features of a user into a vector, the other one those of a
@@ -31,6 +33,7 @@ from typing import NamedTuple
 import polars as pl
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import xxhash
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
@@ -43,9 +46,12 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec_recstore import RecStoreSharder, table_stats, tune_threads
 from torchrec_recstore.inference import DeltaPublisher, Follower, Retrieval
 
-DIM, HIDDEN, TEMPERATURE = 32, 64, 0.1
-# pairs over all ranks; row-wise Adagrad for tables, Adam for layers
-BATCH, LR, DENSE_LR = 512, 0.05, 0.001
+DIM = 32
+HIDDEN = 64
+TEMPERATURE = 0.1
+BATCH = 512  # pairs of a batch, over all ranks
+LR = 0.05  # of the tables: row-wise Adagrad
+DENSE_LR = 0.001  # of the layers: Adam
 
 
 class Features(NamedTuple):
@@ -60,51 +66,53 @@ class Features(NamedTuple):
     lengths: Tensor  # (features, users)
 
     def pick(self, rows: Tensor) -> KeyedJaggedTensor:
-        """Returns the features of some users or movies."""
+        """Returns the features of the users or movies ``rows``."""
         lengths = self.lengths[:, rows].flatten()
+        # the distance of each list in the ids from its place in the result
         shifts = self.begins[:, rows].flatten() - (lengths.cumsum(0) - lengths)
-        ids = self.ids[
-            torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
-        ]
-        return KeyedJaggedTensor(self.names, ids, lengths=lengths)
+        places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
+        return KeyedJaggedTensor(self.names, self.ids[places], lengths=lengths)
 
 
 def word_id(word: str) -> int:
-    """Returns a number itself, and for another word a hash of 64 bits that is the same
-    on every machine.
+    """Returns the 64-bit id of a word, which is the same on every machine.
+
+    The id of a number is the number.
     """
-    return (
-        int(word)
-        if word.lstrip("-").isdecimal()
-        else xxhash.xxh3_64_intdigest(word.encode()) - 2**63
-    )
+    if word.lstrip("-").isdecimal():
+        return int(word)
+    return xxhash.xxh3_64_intdigest(word.encode()) - 2**63
 
 
 def read(folder: Path, kind: str) -> pl.DataFrame:
     """Reads one of the files as strings."""
-    paths = list(folder.glob(f"ml-100k.{kind}*")) or sys.exit(
-        f"error: {folder} has no ml-100k.{kind}"
-    )
+    paths = list(folder.glob(f"ml-100k.{kind}*"))
+    if not paths:
+        sys.exit(f"error: {folder} has no ml-100k.{kind}")
     rows = pl.read_csv(paths[0], separator="\t", infer_schema=False)
     return rows.rename({name: name.split(":")[0] for name in rows.columns})
 
 
 def features(rows: pl.DataFrame, modulo: int | None) -> Features:
     """Turns all columns into features."""
-    lists = [
-        [word_id(word) for word in (text or "").split()]
-        for name in rows.columns
-        for text in rows[name]
-    ]
-    lengths = torch.tensor([len(ids) for ids in lists])
-    ids = torch.tensor([each for ids in lists for each in ids])
+    ids = []
+    lengths = []
+    for name in rows.columns:
+        for text in rows[name]:
+            words = (text or "").split()
+            ids += [word_id(word) for word in words]
+            lengths.append(len(words))
+    ids = torch.tensor(ids)
+    if modulo is not None:
+        ids %= modulo
+    lengths = torch.tensor(lengths)
+    begins = lengths.cumsum(0) - lengths
     shape = len(rows.columns), len(rows)
-    begins = (lengths.cumsum(0) - lengths).view(shape)
     return Features(
-        rows.columns,
-        ids if modulo is None else ids % modulo,
-        begins,
-        lengths.view(shape),
+        names=rows.columns,
+        ids=ids,
+        begins=begins.view(shape),
+        lengths=lengths.view(shape),
     )
 
 
@@ -113,20 +121,15 @@ class Tower(nn.Module):
 
     def __init__(self, names: list[str], num_embeddings: int) -> None:
         super().__init__()
-        self.names, init = (
-            names,
-            {
-                "weight_init_min": -(DIM**-0.5),
-                "weight_init_max": DIM**-0.5,
-            },
-        )
+        self.names = names
         tables = [
             EmbeddingBagConfig(
                 name=f"t_{name}",
                 embedding_dim=DIM,
                 num_embeddings=num_embeddings,
                 feature_names=[name],
-                **init,
+                weight_init_min=-(DIM**-0.5),
+                weight_init_max=DIM**-0.5,
             )
             for name in names
         ]
@@ -139,9 +142,8 @@ class Tower(nn.Module):
         """Returns a unit vector for each sample, (B, DIM)."""
         # by key, because a sharded collection has another order
         rows = self.tables(ids).to_dict()
-        return nn.functional.normalize(
-            self.layers(torch.cat([rows[name] for name in self.names], dim=1))
-        )
+        x = torch.cat([rows[name] for name in self.names], dim=1)
+        return F.normalize(self.layers(x))
 
 
 class TwoTower(nn.Module):
@@ -149,10 +151,8 @@ class TwoTower(nn.Module):
 
     def __init__(self, users: Features, movies: Features, num_embeddings: int) -> None:
         super().__init__()
-        self.user, self.movie = (
-            Tower(users.names, num_embeddings),
-            Tower(movies.names, num_embeddings),
-        )
+        self.user = Tower(users.names, num_embeddings)
+        self.movie = Tower(movies.names, num_embeddings)
 
     def forward(
         self, users: KeyedJaggedTensor, movies: KeyedJaggedTensor
@@ -164,8 +164,7 @@ class TwoTower(nn.Module):
 def in_batch_softmax(
     users: Tensor, movies: Tensor, places: Tensor, log_shares: Tensor
 ) -> Tensor:
-    """Returns the mean cross-entropy of each user's movie among all movies of the
-    batch.
+    """Returns the mean cross-entropy of each user's movie among those of the batch.
 
     Args:
         users: (B, DIM). The vectors of the users.
@@ -176,10 +175,10 @@ def in_batch_softmax(
             Popular movies are wrong answers more often, which this corrects.
     """
     scores = users @ movies.T / TEMPERATURE - log_shares
-    again = (places[:, None] == places) & ~torch.eye(len(users), dtype=torch.bool)
-    return nn.functional.cross_entropy(
-        scores.masked_fill(again, -torch.inf), torch.arange(len(users))
-    )
+    is_same_movie = places[:, None] == places
+    is_same_user = torch.eye(len(users), dtype=torch.bool)
+    scores = scores.masked_fill(is_same_movie & ~is_same_user, -torch.inf)
+    return F.cross_entropy(scores, torch.arange(len(users)))
 
 
 @torch.no_grad()
@@ -187,19 +186,23 @@ def recall(
     model: TwoTower, users: Features, movies: Features, train: Tensor, test: Tensor
 ) -> float:
     """Returns recall@10. Every rank ranks the movies for all users."""
-    scores = (
-        model.user(users.pick(test[:, 0]))
-        @ model.movie(movies.pick(torch.arange(movies.lengths.shape[1]))).T
-    )
-    seen = torch.zeros(users.lengths.shape[1], scores.shape[1], dtype=torch.bool)
-    seen[train[:, 0], train[:, 1]] = True
-    best = scores.masked_fill(seen[test[:, 0]], -torch.inf).topk(10).indices
+    num_users = users.lengths.shape[1]
+    num_movies = movies.lengths.shape[1]
+    test_users = test[:, 0]
+    user_vectors = model.user(users.pick(test_users))
+    movie_vectors = model.movie(movies.pick(torch.arange(num_movies)))
+    scores = user_vectors @ movie_vectors.T
+    is_trained = torch.zeros(num_users, num_movies, dtype=torch.bool)
+    is_trained[train[:, 0], train[:, 1]] = True
+    scores = scores.masked_fill(is_trained[test_users], -torch.inf)
+    best = scores.topk(10).indices
     return (best == test[:, 1:]).any(dim=1).float().mean().item()
 
 
 class Live:
-    """A publisher of the model, and a follower that finds movies for ``users`` with its
-    newest rows.
+    """A publisher of the model, and a follower that finds movies for ``users``.
+
+    The follower has the newest rows that were published.
     """
 
     def __init__(
@@ -210,22 +213,21 @@ class Live:
         movies: Features,
         clusters: int,
     ) -> None:
-        self.users, self.movies = users, movies
-        self.movie_ids, self.order = movies.ids[
-            movies.begins[movies.names.index("item_id")]
-        ].sort()
+        self.users = users
+        self.movies = movies
+        begins = movies.begins[movies.names.index("item_id")]
+        self.movie_ids, self.order = movies.ids[begins].sort()
         self.publisher = DeltaPublisher(model, place, every_s=0)
         # The vector of a movie depends on its year and kinds, too. So the tower is a
         # function of the movie's id.
         self.index = Retrieval("t_item_id", tower=self.vectors, clusters=clusters)
         self.follower = Follower(place, retrieval=self.index)
-        self.last = torch.empty(users.stride(), 0, dtype=torch.int64)
+        self.last_best = torch.empty(users.stride(), 0, dtype=torch.int64)
 
     def vectors(self, served: torch.jit.ScriptModule, ids: Tensor) -> Tensor:
         """Returns the vectors of movies with these ids, (N, DIM)."""
-        return served.movie(
-            self.movies.pick(self.order[torch.searchsorted(self.movie_ids, ids)])
-        )
+        movies = self.order[torch.searchsorted(self.movie_ids, ids)]
+        return served.movie(self.movies.pick(movies))
 
     @torch.no_grad()
     def show(self) -> None:
@@ -234,27 +236,63 @@ class Live:
         while not self.follower.poll():
             time.sleep(0.01)
         with self.index.hold() as served:  # Both towers are of one publication.
-            queries, ids = served.user(self.users), served.recstore_ids("t_item_id")
-            found = self.index.search(queries, min(100, len(ids)))[1]
-            exact = ids[
-                (queries @ self.vectors(served, ids).T).topk(found.shape[1]).indices
-            ]
-        share = (found[:, :, None] == exact[:, None]).any(dim=1).float().mean()
-        new = (
-            10
-            - (found[:, :10, None] == self.last[:, None])
-            .any(dim=2)
-            .float()
-            .sum(dim=1)
-            .mean()
-        )
-        read = f"{self.index.probes} of {self.index.clusters} clusters read"
-        number = self.follower.state.number
+            queries = served.user(self.users)
+            ids = served.recstore_ids("t_item_id")
+            count = min(100, len(ids))
+            _, approximate = self.index.search(queries, count)
+            scores = queries @ self.vectors(served, ids).T
+            exact = ids[scores.topk(count).indices]
+        is_exact = (approximate[:, :, None] == exact[:, None]).any(dim=1)
+        recall_100 = is_exact.float().mean()
+        best = approximate[:, :10]
+        is_old = (best[:, :, None] == self.last_best[:, None]).any(dim=2)
+        new = 10 - is_old.float().sum(dim=1).mean()
+        self.last_best = best
         print(
-            f"publication {number}: {new:.1f} of 10 movies are new, recall@100 of the"
-            f" index {share:.4f}, {read}"
+            f"publication {self.follower.state.number}: {new:.1f} of 10 movies are new,"
+            f" recall@100 of the index {recall_100:.4f},"
+            f" {self.index.probes} of {self.index.clusters} clusters read"
         )
-        self.last = found[:, :10]
+
+
+class Data(NamedTuple):
+    """The data of a training.
+
+    Attributes:
+        users: The features of all users.
+        movies: The features of all movies.
+        train: (pairs, 2) int64. User and movie of each rating of the training.
+        test: (users, 2) int64. User and movie of the last rating of each user.
+    """
+
+    users: Features
+    movies: Features
+    train: Tensor
+    test: Tensor
+
+
+def read_data(folder: Path, modulo: int | None) -> Data:
+    """Reads all files. ``modulo`` is what ids are taken modulo of; None: raw ids."""
+    users = read(folder, "user")
+    movies = read(folder, "item").drop("movie_title")
+    ratings = read(folder, "inter")
+    ratings = ratings.with_columns(pl.col("timestamp").cast(pl.Float64))
+    ratings = ratings.sort("timestamp", maintain_order=True)
+    ratings = ratings.join(
+        users.with_row_index("user"), on="user_id", maintain_order="left"
+    )
+    ratings = ratings.join(
+        movies.with_row_index("movie"), on="item_id", maintain_order="left"
+    )
+    place_from_end = pl.int_range(pl.len()).reverse().over("user")
+    is_last = ratings.select(place_from_end == 0).to_series().to_torch()
+    pairs = ratings.select("user", "movie").to_torch().long()
+    return Data(
+        users=features(users, modulo),
+        movies=features(movies, modulo),
+        train=pairs[~is_last],
+        test=pairs[is_last],
+    )
 
 
 def main(
@@ -262,35 +300,16 @@ def main(
 ) -> None:
     """Trains, and prints recall@10."""
     tune_threads()
-    alone = (
-        {}
-        if dist.is_torchelastic_launched()
-        else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group("gloo", **alone)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     torch.manual_seed(seed)
-    user_rows, movie_rows = read(data, "user"), read(data, "item").drop("movie_title")
-    users, movies = features(user_rows, fused), features(movie_rows, fused)
-    ratings = (
-        read(data, "inter")
-        .with_columns(pl.col("timestamp").cast(pl.Float64))
-        .sort("timestamp", maintain_order=True)
-    )
-    ratings = ratings.join(
-        user_rows.with_row_index("user"), on="user_id", maintain_order="left"
-    )
-    ratings = ratings.join(
-        movie_rows.with_row_index("movie"), on="item_id", maintain_order="left"
-    )
-    is_last = (
-        ratings.select(pl.int_range(pl.len()).reverse().over("user") == 0)
-        .to_series()
-        .to_torch()
-    )
-    pairs = ratings.select("user", "movie").to_torch().long()
-    train, test = pairs[~is_last], pairs[is_last]
-    log_shares = (train[:, 1].bincount(minlength=len(movie_rows)) / len(train)).log()
+    users, movies, train, test = read_data(data, modulo=fused)
+    counts = train[:, 1].bincount(minlength=movies.lengths.shape[1])
+    log_shares = (counts / len(train)).log()
 
     sharder = EmbeddingBagCollectionSharder if fused else RecStoreSharder
     # updates rows in backward
@@ -306,48 +325,46 @@ def main(
     )
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr=DENSE_LR)
-    place = tempfile.TemporaryDirectory()
-    shown = (
-        Live(model, place.name, users.pick(test[:, 0]), movies, live) if live else None
-    )
+    folder = tempfile.TemporaryDirectory()
+    served = None
+    if live:
+        test_users = users.pick(test[:, 0])
+        served = Live(model, folder.name, test_users, movies, clusters=live)
 
-    began = time.perf_counter()
+    begin = time.perf_counter()
     for epoch in range(epochs):
         losses = []
-        order = torch.randperm(
-            len(train), generator=torch.Generator().manual_seed(seed * epochs + epoch)
-        )
+        random = torch.Generator().manual_seed(seed * epochs + epoch)
+        order = torch.randperm(len(train), generator=random)
         for batch in order[: len(order) // BATCH * BATCH].split(BATCH):
             user, movie = train[batch[rank::ranks]].T
+            user_vectors, movie_vectors = model(users.pick(user), movies.pick(movie))
             loss = in_batch_softmax(
-                *model(users.pick(user), movies.pick(movie)), movie, log_shares[movie]
+                user_vectors, movie_vectors, movie, log_shares[movie]
             )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
         if rank == 0:
-            print(
-                f"epoch {epoch + 1}: training loss {sum(losses) / len(losses):.4f}",
-                flush=True,
-            )
-        if shown is not None:
-            shown.show()
-    seconds = time.perf_counter() - began
+            mean_loss = sum(losses) / len(losses)
+            print(f"epoch {epoch + 1}: training loss {mean_loss:.4f}", flush=True)
+        if served is not None:
+            served.show()
+    rate = epochs * len(train) / (time.perf_counter() - begin)
     model.eval()
-    recalled = recall(model.module, users, movies, train, test)
-    rows = (
-        fused * 8 if fused else sum(stats.rows for stats in table_stats(model).values())
-    )
-    if shown is not None:
-        shown.publisher.close()
-        shown.follower.close()
-    place.cleanup()
+    recall_10 = recall(model.module, users, movies, train, test)
+    if fused:
+        num_rows = fused * (len(users.names) + len(movies.names))
+    else:
+        num_rows = sum(stats.rows for stats in table_stats(model).values())
+    if served is not None:
+        served.publisher.close()
+        served.follower.close()
+    folder.cleanup()
     if rank == 0:
-        print(
-            f"{epochs * len(train) / seconds:,.0f} samples/s in training, {rows:,} rows"
-        )
-        print(f"recall@10 of {len(test):,} users: {recalled:.4f}", flush=True)
+        print(f"{rate:,.0f} samples/s in training, {num_rows:,} rows")
+        print(f"recall@10 of {len(test):,} users: {recall_10:.4f}", flush=True)
 
 
 if __name__ == "__main__":
@@ -374,8 +391,8 @@ if __name__ == "__main__":
         metavar="CLUSTERS",
         help="publish, and find movies with FAISS; one process",
     )
-    given = flags.parse_args()
-    if given.live and (given.fused or dist.is_torchelastic_launched()):
+    arguments = flags.parse_args()
+    if arguments.live and (arguments.fused or dist.is_torchelastic_launched()):
         flags.error("--live is for RecStore's tables and for one process")
-    main(**vars(given))
+    main(**vars(arguments))
     os._exit(0)  # gloo's threads abort in some normal exits (torch 2.13)
