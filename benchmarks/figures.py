@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+Row = dict[str, Any]
+"""A JSON row of a benchmark."""
+Cells = tuple[str, ...]
+"""A row of a table."""
+
+# The columns of the tables
 KERNEL = (
     "kernel, over FBGEMM's",
     "forward shipped",
@@ -23,7 +29,7 @@ LIMIT = (
     "p99 of a step over its median, kept",
 )
 OTHER = ("figure", "measured")
-RESULTS = OTHER
+RESULTS = ("figure", "measured")
 SERVING = ("figure", "measured", "bar")
 CUDA = (
     "tables",
@@ -36,12 +42,29 @@ CUDA = (
 )
 OPTIONS = ("option", "over", "time (10th to 90th percentile)", "bytes a row")
 
-_OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
-    (
-        "options_training",
-        "over_plain",
-        "a training step, float32, `RowWiseAdagrad`",
-        {
+
+class _OptionTable(NamedTuple):
+    """How the ratios of a benchmark of options are shown.
+
+    Attributes:
+        benchmark: The name of the benchmark.
+        ratios: The key of the ratios in its rows.
+        over: What the times are compared with.
+        names: The shown name of each side. Default: the name in the row.
+    """
+
+    benchmark: str
+    ratios: str
+    over: str
+    names: dict[str, str]
+
+
+_OPTION_TABLES = (
+    _OptionTable(
+        benchmark="options_training",
+        ratios="over_plain",
+        over="a training step, float32, `RowWiseAdagrad`",
+        names={
             "admission": "`admission=MinFrequency(2)`, 5 % of the ids occur once",
             "expiry": "`expiry=Expiry(40)`, 5 % of the ids occur once",
             "float16": "rows in float16",
@@ -50,29 +73,29 @@ _OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
             "int8": "rows in int8",
         },
     ),
-    (
-        "options_new_rows",
-        "over_uniform",
-        "making rows with `UniformInit`",
-        {"NormalInit, truncated": "`NormalInit(truncate_std=2.0)`"},
+    _OptionTable(
+        benchmark="options_new_rows",
+        ratios="over_uniform",
+        over="making rows with `UniformInit`",
+        names={"NormalInit, truncated": "`NormalInit(truncate_std=2.0)`"},
     ),
-    (
-        "options_evaluation",
-        "over_zeros",
-        '`missing="zeros"`, half of the ids without a row',
-        {"init": '`missing="init"`'},
+    _OptionTable(
+        benchmark="options_evaluation",
+        ratios="over_zeros",
+        over='`missing="zeros"`, half of the ids without a row',
+        names={"init": '`missing="init"`'},
     ),
-    (
-        "options_routing",
-        "over_block",
-        "TorchRec's split of ids over ranks",
-        {"hash": '`routing="hash"`'},
+    _OptionTable(
+        benchmark="options_routing",
+        ratios="over_block",
+        over="TorchRec's split of ids over ranks",
+        names={"hash": '`routing="hash"`'},
     ),
-    (
-        "options_optimizers",
-        "over_built_in",
-        "`Table.update` with the built-in optimizer, bar 1.3x",
-        {
+    _OptionTable(
+        benchmark="options_optimizers",
+        ratios="over_built_in",
+        over="`Table.update` with the built-in optimizer, bar 1.3x",
+        names={
             f"{name}{types}": f"`{name}` as a `RowOptimizer`{types}"
             for name in ("Adagrad", "RowWiseAdagrad", "Adam", "Adadelta")
             for types in ("", ", rows in bfloat16, state in float16")
@@ -88,641 +111,645 @@ _TRANSPORTS = {
 }
 
 
-def result_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Returns a row of :data:`RESULTS` for each figure of the README's table, which has
-    the most important ones.
+def _of(rows: Sequence[Row], benchmark: str, **values: Any) -> list[Row]:
+    """Returns the rows of a benchmark that have these values."""
+    matching = []
+    for row in rows:
+        has_values = all(row.get(key) == value for key, value in values.items())
+        if row["benchmark"] == benchmark and has_values:
+            matching.append(row)
+    return matching
+
+
+def result_figures(rows: list[Row]) -> list[Cells]:
+    """Returns a row of :data:`RESULTS` for each figure of the README's table.
+
+    They are the most important figures.
     """
-
-    def of(benchmark: str, **wanted: Any) -> list[dict[str, Any]]:
-        return [
-            r
-            for r in rows
-            if r["benchmark"] == benchmark
-            and all(r.get(k) == v for k, v in wanted.items())
-        ]
-
-    lines: list[tuple[str, ...]] = []
-    for r in of("kernel", case="criteo", optimizer="rowwise_adagrad", lane="kept"):
-        what = (
+    lines: list[Cells] = []
+    for row in _of(
+        rows, "kernel", case="criteo", optimizer="rowwise_adagrad", lane="kept"
+    ):
+        figure = (
             "speed over FBGEMM's CPU kernel, 26 tables, row-wise Adagrad: forward; with"
             " backward"
         )
-        lines.append((what, f"{r['forward_over_fbgemm']}x; {r['total_over_fbgemm']}x"))
-    for r in of("dlrm", lane="shipped"):
-        what = (
-            f"DLRM samples/s over FUSED tables, dim {r['dim']}, batch"
-            f" {r['batch_size']:,}"
+        speed = f"{row['forward_over_fbgemm']}x; {row['total_over_fbgemm']}x"
+        lines.append((figure, speed))
+    for row in _of(rows, "dlrm", lane="shipped"):
+        figure = (
+            f"DLRM samples/s over FUSED tables, dim {row['dim']}, batch"
+            f" {row['batch_size']:,}"
         )
-        lines.append((what, f"{r['samples_per_second_over_fused']}x"))
-    for r in of("growth"):
-        lines.append(
-            ("new rows a second", f"{r['new_rows_per_second'] / 1e6:.1f} million")
-        )
-    for r in of("memory")[-1:]:
-        what = (
+        lines.append((figure, f"{row['samples_per_second_over_fused']}x"))
+    for row in _of(rows, "growth"):
+        rate = row["new_rows_per_second"] / 1e6
+        lines.append(("new rows a second", f"{rate:.1f} million"))
+    for row in _of(rows, "memory")[-1:]:
+        figure = (
             "resident memory over the payload (rows, ids, optimizer state),"
-            f" {r['rows']:,} rows"
+            f" {row['rows']:,} rows"
         )
-        lines.append((what, f"{r['resident_over_payload']}x"))
-    for r in of("service", transport="shared memory", servers=1):
-        what = (
-            f"ids a second from a parameter server on the same host, dim {r['dim']}:"
+        lines.append((figure, f"{row['resident_over_payload']}x"))
+    for row in _of(rows, "service", transport="shared memory", servers=1):
+        figure = (
+            f"ids a second from a parameter server on the same host, dim {row['dim']}:"
             " pulled; updated"
         )
-        rates = [
-            f"{r[f'million_ids_per_second_{each}']} million"
-            for each in ("pull", "update")
-        ]
-        lines.append((what, "; ".join(rates)))
-    for r in of("serving_delta")[-1:]:
-        what = (
-            f"applying a delta of {r['changed']:,} rows to a served model of"
-            f" {r['rows']:,} rows"
+        pulled = f"{row['million_ids_per_second_pull']} million"
+        updated = f"{row['million_ids_per_second_update']} million"
+        lines.append((figure, f"{pulled}; {updated}"))
+    for row in _of(rows, "serving_delta")[-1:]:
+        figure = (
+            f"applying a delta of {row['changed']:,} rows to a served model of"
+            f" {row['rows']:,} rows"
         )
-        lines.append((what, f"{r['apply_ms']['median']:.1f} ms"))
-    for r in of("serving_stream"):
-        lines.append(
-            (
-                "from a click on a stream to predictions that know it, median",
-                f"{r['click_to_served_s']['median']:.1f} s",
-            )
-        )
+        lines.append((figure, f"{row['apply_ms']['median']:.1f} ms"))
+    for row in _of(rows, "serving_stream"):
+        figure = "from a click on a stream to predictions that know it, median"
+        lines.append((figure, f"{row['click_to_served_s']['median']:.1f} s"))
     return lines
 
 
-def kernel_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+def _ratio(row: Row, key: str) -> str:
+    """Returns a ratio of a row, or "-" if the row has none."""
+    return f"{row[key]}x" if key in row else "-"
+
+
+def _by_lane(rows: list[Row]) -> dict[tuple[str, str], dict[str, Row]]:
+    """Returns rows of the kernel by case and optimizer, and by lane."""
+    lanes: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        lanes.setdefault((row["case"], row["optimizer"]), {})[row["lane"]] = row
+    return lanes
+
+
+def kernel_figures(rows: list[Row]) -> list[Cells]:
     """Returns a row of :data:`KERNEL` for each case and optimizer.
 
     The lanes are columns.
     """
     lines = []
-    lanes = {
-        (r["case"], r["optimizer"], r["lane"]): r
-        for r in rows
-        if r["benchmark"] == "kernel"
-    }
-    for case, optimizer in dict.fromkeys(
-        (case, optimizer) for case, optimizer, _ in lanes
-    ):
-        pair = [lanes.get((case, optimizer, lane), {}) for lane in ("shipped", "kept")]
-        cells = [
-            f"{r[key]}x" if key in r else "-"
-            for key in ("forward_over_fbgemm", "total_over_fbgemm")
-            for r in pair
-        ]
-        lines.append((f"{case}, {optimizer}", *cells))
+    for (case, optimizer), lanes in _by_lane(_of(rows, "kernel")).items():
+        cells = [f"{case}, {optimizer}"]
+        for key in ("forward_over_fbgemm", "total_over_fbgemm"):
+            for lane in ("shipped", "kept"):
+                cells.append(_ratio(lanes.get(lane, {}), key))
+        lines.append(tuple(cells))
     return lines
 
 
-def limit_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Returns a row of :data:`LIMIT` for each case and optimizer with ratios to the
-    limit.
-    """
+def limit_figures(rows: list[Row]) -> list[Cells]:
+    """Returns a row of :data:`LIMIT` for each case and optimizer with such ratios."""
     lines = []
-    lanes = {
-        (r["case"], r["optimizer"], r["lane"]): r
-        for r in rows
-        if "backward_over_limit" in r
-    }
-    for case, optimizer in dict.fromkeys(
-        (case, optimizer) for case, optimizer, _ in lanes
-    ):
-        pair = [lanes.get((case, optimizer, lane), {}) for lane in ("kept", "avx2")]
-        keys = ("forward_over_limit", "forward_ahead_over_limit", "backward_over_limit")
-        cells = [f"{r[key]}x" if key in r else "-" for r in pair for key in keys]
-        total = pair[0].get("recstore", {}).get("total_ms")
+    with_limit = [row for row in rows if "backward_over_limit" in row]
+    for (case, optimizer), lanes in _by_lane(with_limit).items():
+        cells = [f"{case}, {optimizer}"]
+        for lane in ("kept", "avx2"):
+            row = lanes.get(lane, {})
+            cells.append(_ratio(row, "forward_over_limit"))
+            cells.append(_ratio(row, "forward_ahead_over_limit"))
+            cells.append(_ratio(row, "backward_over_limit"))
+        total = lanes.get("kept", {}).get("recstore", {}).get("total_ms")
         cells.append(f"{total['p99'] / total['median']:.2f}x" if total else "-")
-        lines.append((f"{case}, {optimizer}", *cells))
+        lines.append(tuple(cells))
     return lines
 
 
-def other_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+def other_figures(rows: list[Row]) -> list[Cells]:
     """Returns a row of :data:`OTHER` for each other figure."""
-    lines: list[tuple[str, ...]] = []
-    for r in rows:
-        if r["benchmark"] == "growth":
-            lines.append(
-                (
-                    (
-                        f"growth to {r['rows']:,} rows: slowest step over the median"
-                        " (without the first touch of memory)"
-                    ),
-                    (
-                        f"{r['slowest_over_median']}x"
-                        f" ({r['slowest_over_median_without_first_touch']}x)"
-                    ),
-                )
-            )
-            rate = r["new_rows_per_second_without_first_touch"] / 1e6
-            lines.append(
-                (
-                    "new rows a second without the first touch of memory (with it)",
-                    f"{rate:.1f}M ({r['new_rows_per_second'] / 1e6:.1f}M)",
-                )
-            )
-        if r["benchmark"] == "memory":
-            lines.append(
-                (
-                    f"resident memory at {r['rows']:,} rows over the payload",
-                    f"{r['resident_over_payload']}x",
-                )
-            )
-        if r["benchmark"] == "store":
-            rate = r["million_ids_per_second_one_thread"]["median"]
-            what = f"lookups of {r['batch']} ids at {r['row_bytes']} B, one thread"
-            lines.append((what, f"{rate}M ids/s"))
-            if "over_index_select" in r:
-                over = [
-                    f"{r[f'over_index_select{rows}']['median']:.2f}x"
-                    for rows in ("_10k_hot_rows", "")
-                ]
-                which = f"10,000 rows in the cache, {r['rows']:,} rows"
-                lines.append(
-                    (
-                        f"{what}: speed over `torch.index_select(out=)`, {which}",
-                        ", ".join(over),
-                    )
-                )
-        if r["benchmark"] == "small":
-            what = (
-                f"sharded step of batch {r['batch_size']}, dim {r['dim']},"
-                f" {r['tables']} tables, one thread"
-            )
-            lines.append(
-                (
-                    f"{what}: speed over stock's",
-                    f"{r['steps_per_second_over_stock']['median']:.2f}x",
-                )
-            )
-        if r["benchmark"] == "dlrm":
-            where = f"dim {r['dim']}, batch {r['batch_size']}, {r['lane']}"
-            lines.append(
-                (
-                    f"DLRM step over a step of the dense part only ({where})",
-                    f"{r['step_over_dense_alone']}x",
-                )
-            )
-            lines.append(
-                (
-                    f"DLRM samples/s over FUSED ({where})",
-                    f"{r['samples_per_second_over_fused']}x",
-                )
-            )
-        if r["benchmark"] == "checkpoint":
-            what = f"checkpoint of {r['bytes'] / 1e9:.1f} GB"
-            lines.append(
-                (
-                    f"{what}: save, load over the disk's speed",
-                    f"{r['save_over_disk']}x, {r['load_over_disk']}x",
-                )
-            )
-            lines.append(
-                (
-                    (
-                        f"{what}: load over the disk's speed, without the first touch"
-                        " of memory"
-                    ),
-                    f"{r['load_into_touched_memory_over_disk']}x",
-                )
-            )
-        if r["benchmark"] == "delta":
-            changed = (
-                f"delta, {r['rows_changed_and_left'] / r['rows']:.2%} of the rows"
-                " changed"
-            )
-            over = f"{r['seconds_over_full']}x, {r['bytes_over_full']}x"
-            lines.append((f"{changed}: time, bytes over those of a full save", over))
-        if r["benchmark"] == "async_save":
-            lines.append(
-                (
-                    "training step during an async_save over a step without a save",
-                    f"{r['mean_step_over_alone']}x",
-                )
-            )
-        if r["benchmark"] == "plan":
-            lines.append(
-                (
-                    (
-                        f"`recstore plan`, ranks: {r['ranks']}: processor time of a"
-                        f" step over that of the best plan, of {r['plans']}; resident"
-                        " memory over the planned"
-                    ),
-                    f"{r['chosen_over_best']:.2f}x, {r['memory_over_planned']:.2f}x",
-                )
-            )
-    moves = [r for r in rows if r["benchmark"] == "reshard"]
-    if moves:
-        r = moves[0]
-        what = (
-            f"reshard of {r['rows']:,} rows of dim {r['dim']} in place, {r['ranks']}"
-            " ranks, the slowest move"
-        )
-        worst = (
-            max(move["seconds"] for move in moves),
-            max(move["peak_over_held"] for move in moves),
-        )
+    return [
+        *_lines(rows, _OTHER_FIGURES),
+        *_reshard(_of(rows, "reshard")),
+        *_lines(rows, _BOUNDED_FIGURES),
+        *_lines(rows, _SERVICE_FIGURES),
+    ]
+
+
+def serving_figures(rows: list[Row]) -> list[Cells]:
+    """Returns a row of :data:`SERVING` for each figure of serving.py, with its bar."""
+    return [
+        *_lines(rows, _SERVING_FIGURES),
+        *_serving_delta_sizes(_of(rows, "serving_delta")),
+    ]
+
+
+def _lines(
+    rows: list[Row], figures: dict[str, Callable[[Row], list[Cells]]]
+) -> list[Cells]:
+    """Returns the lines of the rows' benchmarks."""
+    lines: list[Cells] = []
+    for row in rows:
+        if row["benchmark"] in figures:
+            figures_of = figures[row["benchmark"]]
+            lines += figures_of(row)
+    return lines
+
+
+# ---- Figures of one row of a benchmark ----
+
+
+def _growth(row: Row) -> list[Cells]:
+    rate = row["new_rows_per_second"] / 1e6
+    touched_rate = row["new_rows_per_second_without_first_touch"] / 1e6
+    slowest = row["slowest_over_median"]
+    touched_slowest = row["slowest_over_median_without_first_touch"]
+    return [
+        (
+            f"growth to {row['rows']:,} rows: slowest step over the median (without the"
+            " first touch of memory)",
+            f"{slowest}x ({touched_slowest}x)",
+        ),
+        (
+            "new rows a second without the first touch of memory (with it)",
+            f"{touched_rate:.1f}M ({rate:.1f}M)",
+        ),
+    ]
+
+
+def _memory(row: Row) -> list[Cells]:
+    figure = f"resident memory at {row['rows']:,} rows over the payload"
+    return [(figure, f"{row['resident_over_payload']}x")]
+
+
+def _store(row: Row) -> list[Cells]:
+    figure = f"lookups of {row['batch']} ids at {row['row_bytes']} B, one thread"
+    rate = row["million_ids_per_second_one_thread"]["median"]
+    lines = [(figure, f"{rate}M ids/s")]
+    if "over_index_select" in row:
+        hot = row["over_index_select_10k_hot_rows"]["median"]
+        every = row["over_index_select"]["median"]
         lines.append(
             (
-                f"{what}: time, peak memory over the rows",
-                f"{worst[0]:.2f} s, {worst[1]:.2f}x",
+                f"{figure}: speed over `torch.index_select(out=)`, 10,000 rows in the"
+                f" cache, {row['rows']:,} rows",
+                f"{hot:.2f}x, {every:.2f}x",
             )
         )
-    return [*lines, *_bounded_figures(rows), *_service_figures(rows)]
-
-
-def _bounded_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Returns a row of :data:`OTHER` for each figure of tiers.py."""
-    lines: list[tuple[str, ...]] = []
-    for r in rows:
-        if r["benchmark"] == "eviction":
-            what = (
-                f"kernel step of a full table of {r['rows']:,} rows,"
-                f" {r['new_ids'] / r['batch']:.0%} new ids"
-            )
-            ratios = [
-                f"{r[f'{policy}_over_unbounded']['median']:.2f}x"
-                for policy in ("lru", "lfu")
-            ]
-            lines.append(
-                (
-                    f"{what}: time with LRU, with LFU, over an unbounded table",
-                    ", ".join(ratios),
-                )
-            )
-        if r["benchmark"] == "pauses":
-            what = (
-                f"kernel step of {r['batch']:,} ids in a full table of {r['rows']:,}"
-                " rows"
-            )
-            most = [f"{r[f'{policy}_max_over_median']}x" for policy in ("lru", "lfu")]
-            lines.append(
-                (
-                    f"{what}: longest step over the median one, with LRU, with LFU",
-                    ", ".join(most),
-                )
-            )
-        if r["benchmark"] == "bounded_memory":
-            what = (
-                f"resident memory of a table bounded to {r['rows']:,} rows over an"
-                " unbounded table of as many rows"
-            )
-            lines.append((what, f"{r['bounded_over_unbounded']}x"))
-        if r["benchmark"] == "cold_writes":
-            what = (
-                f"rows/s of SSDStore over RocksDBStore, {r['rows']:,} cold rows written"
-                " again and again"
-            )
-            faster = (
-                r["ssd_rows_per_second"]["median"]
-                / r["rocksdb_rows_per_second"]["median"]
-            )
-            lines.append((what, f"{faster:.1f}x"))
-            written = ", ".join(
-                f"{r[f'{side}_written_over_changed']:.2f}x"
-                for side in ("ssd", "rocksdb")
-            )
-            lines.append(
-                (
-                    "bytes written over those of the rows, SSDStore, RocksDBStore",
-                    written,
-                )
-            )
-        if r["benchmark"] == "tiers":
-            share = r["rows_in_dram"] / r["ids"]
-            what = (
-                f"DLRM samples/s, Zipf {r['exponent']} over {r['ids']:,} ids,"
-                f" {share:.0%} in DRAM"
-            )
-            ratios = [
-                f"{r[f'{side}_over_dram']['median']:.2f}x"
-                for side in ("lost", "ssd", "rocksdb")
-            ]
-            lines.append(
-                (
-                    (
-                        f"{what}, the rest lost, in an SSDStore, in RocksDB: over all"
-                        " rows in DRAM"
-                    ),
-                    ", ".join(ratios),
-                )
-            )
-            for reads, where in (
-                ("cold_reads", "in the page cache"),
-                ("cold_reads_from_disk", "on the disk"),
-            ):
-                what = (
-                    "cold reads/s of SSDStore, of its table, of RocksDBStore, of its"
-                    f" table, all files {where}"
-                )
-                sides = ("ssd_store", "ssd_lookup", "rocksdb_store", "rocksdb_lookup")
-                ratios = [f"{r[reads][f'{side}_over_rocksdict']}x" for side in sides]
-                lines.append((f"{what}: over rocksdict's batch get", ", ".join(ratios)))
     return lines
 
 
-def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Returns a row of :data:`OTHER` for each figure of service.py."""
-    lines: list[tuple[str, ...]] = []
-    for r in rows:
-        how = _TRANSPORTS.get(r.get("transport"), "over loopback")
-        what = f"{r.get('ids', 0):,} ids at dim {r.get('dim')} {how}"
-        if r["benchmark"] == "service":
-            rates = ", ".join(
-                f"{r[f'million_ids_per_second_{each}']}M" for each in ("pull", "update")
-            )
-            over = ", ".join(
-                f"{r[f'{each}_over_in_process']}x" for each in ("pull", "update")
-            )
-            lines.append(
-                (
-                    (
-                        f"{what}, servers: {r['servers']}: ids/s of pull, of update"
-                        " (time over a table in the process)"
-                    ),
-                    f"{rates} ({over})",
-                )
-            )
-        if r["benchmark"] == "service_latency":
-            p50, p99 = r["pull_ms"]["median"], r["pull_ms"]["p99"]
-            lines.append(
-                (
-                    f"{what}, one client: p50 and p99 of pull",
-                    f"{p50:.2f} ms, {p99:.2f} ms",
-                )
-            )
-        if r["benchmark"] == "service_saturation":
-            counts = [
-                int(key.rpartition("_")[2])
-                for key in r
-                if key.startswith("pulls_per_second_")
-            ]
-            which = ", ".join(map(str, counts))
-            rates = ", ".join(f"{r[f'pulls_per_second_{count}']:,}" for count in counts)
-            over = f"{r['most_pulls_per_second_over_grpc']}x"
-            lines.append(
-                (
-                    f"{what}, clients: {which}: pulls/s (the most of them over gRPC's)",
-                    f"{rates} ({over})",
-                )
-            )
-            tails = ", ".join(f"{r[f'p999_over_median_{count}']}x" for count in counts)
-            lines.append((f"{what}, clients: {which}: p99.9 of a pull over p50", tails))
-        if r["benchmark"] == "service_replicated":
-            lines.append(
-                (
-                    f"{what}: update of a pair of servers over one server",
-                    f"{r['pair_over_one']}x",
-                )
-            )
-        if r["benchmark"] == "service_beside":
-            what = (
-                f"read of {r['ids']} ids beside reads of {r['large_ids']:,} ids,"
-                f" {r['where']}: p99 over p99 at rest"
-            )
-            times = [
-                f"{r[f'beside_{which}_table_p99_over_rest']}x"
-                for which in ("same", "other")
-            ]
-            lines.append((f"{what}, for one table, for two tables", ", ".join(times)))
-        if r["benchmark"] == "service_clients":
-            lines.append(
-                (
-                    f"{what}, {r['clients']} clients, one server: ids/s of pull",
-                    f"{r['million_ids_per_second']}M",
-                )
-            )
-        if r["benchmark"] == "service_dlrm":
-            aucs = r["test_auc"]
-            lines.append(
-                (
-                    (
-                        f"DLRM on {r['data']}, tables on one server of the host over"
-                        " local tables: samples/s; test AUC"
-                    ),
-                    (
-                        f"{r['servers_over_local']}x; {aucs['servers']:.4f},"
-                        f" {aucs['local']:.4f}"
-                    ),
-                )
-            )
-        if r["benchmark"] == "service_prefetch":
-            lines.append(
-                (
-                    f"{what}: share of a pull that a prefetch hides",
-                    f"{r['share_of_the_pull_hidden']:.0%}",
-                )
-            )
+def _small(row: Row) -> list[Cells]:
+    figure = (
+        f"sharded step of batch {row['batch_size']}, dim {row['dim']},"
+        f" {row['tables']} tables, one thread: speed over stock's"
+    )
+    return [(figure, f"{row['steps_per_second_over_stock']['median']:.2f}x")]
+
+
+def _dlrm(row: Row) -> list[Cells]:
+    case = f"dim {row['dim']}, batch {row['batch_size']}, {row['lane']}"
+    return [
+        (
+            f"DLRM step over a step of the dense part only ({case})",
+            f"{row['step_over_dense_alone']}x",
+        ),
+        (
+            f"DLRM samples/s over FUSED ({case})",
+            f"{row['samples_per_second_over_fused']}x",
+        ),
+    ]
+
+
+def _checkpoint(row: Row) -> list[Cells]:
+    figure = f"checkpoint of {row['bytes'] / 1e9:.1f} GB"
+    return [
+        (
+            f"{figure}: save, load over the disk's speed",
+            f"{row['save_over_disk']}x, {row['load_over_disk']}x",
+        ),
+        (
+            f"{figure}: load over the disk's speed, without the first touch of memory",
+            f"{row['load_into_touched_memory_over_disk']}x",
+        ),
+    ]
+
+
+def _delta(row: Row) -> list[Cells]:
+    changed = row["rows_changed_and_left"] / row["rows"]
+    figure = (
+        f"delta, {changed:.2%} of the rows changed: time, bytes over those of a full"
+        " save"
+    )
+    return [(figure, f"{row['seconds_over_full']}x, {row['bytes_over_full']}x")]
+
+
+def _async_save(row: Row) -> list[Cells]:
+    figure = "training step during an async_save over a step without a save"
+    return [(figure, f"{row['mean_step_over_alone']}x")]
+
+
+def _plan(row: Row) -> list[Cells]:
+    figure = (
+        f"`recstore plan`, ranks: {row['ranks']}: processor time of a step over that of"
+        f" the best plan, of {row['plans']}; resident memory over the planned"
+    )
+    ratios = f"{row['chosen_over_best']:.2f}x, {row['memory_over_planned']:.2f}x"
+    return [(figure, ratios)]
+
+
+def _reshard(moves: list[Row]) -> list[Cells]:
+    if not moves:
+        return []
+    row = moves[0]
+    figure = (
+        f"reshard of {row['rows']:,} rows of dim {row['dim']} in place, {row['ranks']}"
+        " ranks, the slowest move: time, peak memory over the rows"
+    )
+    slowest = max(move["seconds"] for move in moves)
+    peak = max(move["peak_over_held"] for move in moves)
+    return [(figure, f"{slowest:.2f} s, {peak:.2f}x")]
+
+
+# ---- Figures of tiers.py ----
+
+
+def _eviction(row: Row) -> list[Cells]:
+    new = row["new_ids"] / row["batch"]
+    figure = (
+        f"kernel step of a full table of {row['rows']:,} rows, {new:.0%} new ids: time"
+        " with LRU, with LFU, over an unbounded table"
+    )
+    lru = row["lru_over_unbounded"]["median"]
+    lfu = row["lfu_over_unbounded"]["median"]
+    return [(figure, f"{lru:.2f}x, {lfu:.2f}x")]
+
+
+def _pauses(row: Row) -> list[Cells]:
+    figure = (
+        f"kernel step of {row['batch']:,} ids in a full table of {row['rows']:,} rows:"
+        " longest step over the median one, with LRU, with LFU"
+    )
+    return [(figure, f"{row['lru_max_over_median']}x, {row['lfu_max_over_median']}x")]
+
+
+def _bounded_memory(row: Row) -> list[Cells]:
+    figure = (
+        f"resident memory of a table bounded to {row['rows']:,} rows over an unbounded"
+        " table of as many rows"
+    )
+    return [(figure, f"{row['bounded_over_unbounded']}x")]
+
+
+def _cold_writes(row: Row) -> list[Cells]:
+    ssd = row["ssd_rows_per_second"]["median"]
+    rocksdb = row["rocksdb_rows_per_second"]["median"]
+    ssd_written = row["ssd_written_over_changed"]
+    rocksdb_written = row["rocksdb_written_over_changed"]
+    return [
+        (
+            f"rows/s of SSDStore over RocksDBStore, {row['rows']:,} cold rows written"
+            " again and again",
+            f"{ssd / rocksdb:.1f}x",
+        ),
+        (
+            "bytes written over those of the rows, SSDStore, RocksDBStore",
+            f"{ssd_written:.2f}x, {rocksdb_written:.2f}x",
+        ),
+    ]
+
+
+def _tiers(row: Row) -> list[Cells]:
+    share = row["rows_in_dram"] / row["ids"]
+    figure = (
+        f"DLRM samples/s, Zipf {row['exponent']} over {row['ids']:,} ids, {share:.0%} in"
+        " DRAM, the rest lost, in an SSDStore, in RocksDB: over all rows in DRAM"
+    )
+    lost = row["lost_over_dram"]["median"]
+    ssd = row["ssd_over_dram"]["median"]
+    rocksdb = row["rocksdb_over_dram"]["median"]
+    return [
+        (figure, f"{lost:.2f}x, {ssd:.2f}x, {rocksdb:.2f}x"),
+        _cold_reads(row["cold_reads"], "in the page cache"),
+        _cold_reads(row["cold_reads_from_disk"], "on the disk"),
+    ]
+
+
+def _cold_reads(reads: Row, place: str) -> Cells:
+    figure = (
+        "cold reads/s of SSDStore, of its table, of RocksDBStore, of its table, all"
+        f" files {place}: over rocksdict's batch get"
+    )
+    sides = ("ssd_store", "ssd_lookup", "rocksdb_store", "rocksdb_lookup")
+    ratios = [f"{reads[f'{side}_over_rocksdict']}x" for side in sides]
+    return (figure, ", ".join(ratios))
+
+
+# ---- Figures of service.py ----
+
+
+def _request(row: Row) -> str:
+    """Returns the ids of a request and its transport."""
+    transport = _TRANSPORTS.get(row.get("transport", ""), "over loopback")
+    return f"{row.get('ids', 0):,} ids at dim {row.get('dim')} {transport}"
+
+
+def _service(row: Row) -> list[Cells]:
+    figure = (
+        f"{_request(row)}, servers: {row['servers']}: ids/s of pull, of update (time"
+        " over a table in the process)"
+    )
+    pull = row["million_ids_per_second_pull"]
+    update = row["million_ids_per_second_update"]
+    pull_over = row["pull_over_in_process"]
+    update_over = row["update_over_in_process"]
+    return [(figure, f"{pull}M, {update}M ({pull_over}x, {update_over}x)")]
+
+
+def _service_latency(row: Row) -> list[Cells]:
+    figure = f"{_request(row)}, one client: p50 and p99 of pull"
+    p50 = row["pull_ms"]["median"]
+    p99 = row["pull_ms"]["p99"]
+    return [(figure, f"{p50:.2f} ms, {p99:.2f} ms")]
+
+
+def _service_saturation(row: Row) -> list[Cells]:
+    prefix = "pulls_per_second_"
+    counts = [key.removeprefix(prefix) for key in row if key.startswith(prefix)]
+    figure = f"{_request(row)}, clients: {', '.join(counts)}"
+    rates = ", ".join(f"{row[f'pulls_per_second_{count}']:,}" for count in counts)
+    tails = ", ".join(f"{row[f'p999_over_median_{count}']}x" for count in counts)
+    over_grpc = row["most_pulls_per_second_over_grpc"]
+    return [
+        (
+            f"{figure}: pulls/s (the most of them over gRPC's)",
+            f"{rates} ({over_grpc}x)",
+        ),
+        (f"{figure}: p99.9 of a pull over p50", tails),
+    ]
+
+
+def _service_replicated(row: Row) -> list[Cells]:
+    figure = f"{_request(row)}: update of a pair of servers over one server"
+    return [(figure, f"{row['pair_over_one']}x")]
+
+
+def _service_beside(row: Row) -> list[Cells]:
+    figure = (
+        f"read of {row['ids']} ids beside reads of {row['large_ids']:,} ids,"
+        f" {row['where']}: p99 over p99 at rest, for one table, for two tables"
+    )
+    same = row["beside_same_table_p99_over_rest"]
+    other = row["beside_other_table_p99_over_rest"]
+    return [(figure, f"{same}x, {other}x")]
+
+
+def _service_clients(row: Row) -> list[Cells]:
+    figure = f"{_request(row)}, {row['clients']} clients, one server: ids/s of pull"
+    return [(figure, f"{row['million_ids_per_second']}M")]
+
+
+def _service_dlrm(row: Row) -> list[Cells]:
+    figure = (
+        f"DLRM on {row['data']}, tables on one server of the host over local tables:"
+        " samples/s; test AUC"
+    )
+    aucs = row["test_auc"]
+    ratio = f"{row['servers_over_local']}x"
+    return [(figure, f"{ratio}; {aucs['servers']:.4f}, {aucs['local']:.4f}")]
+
+
+def _service_prefetch(row: Row) -> list[Cells]:
+    figure = f"{_request(row)}: share of a pull that a prefetch hides"
+    return [(figure, f"{row['share_of_the_pull_hidden']:.0%}")]
+
+
+# ---- Figures of serving.py ----
+
+
+def _serving_lookup(row: Row) -> list[Cells]:
+    figure = (
+        f"ids/s of a served model over the training table's, {row['format']},"
+        f" {row['rows']:,} rows, one thread"
+    )
+    over = row["served_over_table"]["median"]
+    rate = row["million_ids_per_second"]["served"]
+    return [(figure, f"{over:.2f}x ({rate:.1f}M ids/s)", "at least 0.6x")]
+
+
+def _serving_delta(row: Row) -> list[Cells]:
+    figure = f"delta of {row['changed']:,} changed rows, {row['rows']:,} rows"
+    make_ms = row["make_ms"]["median"]
+    apply_ms = row["apply_ms"]["median"]
+    p99_each_second = row["p99_delta_each_second_over_at_rest"]
+    p99_always = row["p99_meanwhile_over_at_rest"]
+    return [
+        (f"{figure}: making it", f"{make_ms:.0f} ms", "at most 300 ms"),
+        (f"{figure}: applying it", f"{apply_ms:.1f} ms", "at most 30 ms"),
+        (
+            f"{figure}: p99 of readers with a delta each second over p99 at rest",
+            f"{p99_each_second:.2f}x",
+            "at most 1.5x",
+        ),
+        (
+            f"{figure}: p99 of readers with deltas one after the other over p99 at"
+            " rest",
+            f"{p99_always:.2f}x",
+            "no bar",
+        ),
+    ]
+
+
+def _serving_delta_sizes(rows: list[Row]) -> list[Cells]:
+    make_ms = {row["rows"]: row["make_ms"]["median"] for row in rows}
+    if len(make_ms) < 2:
+        return []
+    largest = max(make_ms)
+    smallest = min(make_ms)
+    figure = f"making a delta at {largest:,} rows over {smallest:,} rows"
+    ratio = make_ms[largest] / make_ms[smallest]
+    return [(figure, f"{ratio:.2f}x", "0.8x to 1.2x")]
+
+
+def _serving_mapped(row: Row) -> list[Cells]:
+    case = f"{row['format']}, {row['rows']:,} rows of dim {row['dim']}"
+    over = row["mapped_over_memory"]["median"]
+    rate = row["million_ids_per_second"]["mapped"]
+    memory_bar = "at most 1.15x" if row["format"] == "float32" else "at most 1.3x"
+    return [
+        (
+            f"ids/s with rows mapped from the file over rows in memory, {case}",
+            f"{over:.2f}x ({rate:.1f}M ids/s)",
+            "at least 0.9x",
+        ),
+        (
+            f"two processes' memory of the mapped file over its size, {case}",
+            f"{row['two_processes_over_file']:.2f}x",
+            "at most 1.05x",
+        ),
+        (
+            f"memory over rows and ids, {case}",
+            f"{row['memory_over_rows_and_ids']:.2f}x",
+            memory_bar,
+        ),
+    ]
+
+
+def _serving_servers(row: Row) -> list[Cells]:
+    figure = (
+        "ids/s with rows on a server of the host over rows in memory,"
+        f" {row['ids']:,} ids of dim {row['dim']}"
+    )
+    lines = []
+    for transport, over in row["servers_over_memory"].items():
+        rate = row["million_ids_per_second"][transport]
+        measured = f"{over['median']:.2f}x ({rate:.1f}M ids/s)"
+        bar = "at least 0.5x" if transport == "shared memory" else ""
+        lines.append((f"{figure}, by {transport}", measured, bar))
     return lines
 
 
-def serving_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Returns a row of :data:`SERVING` for each figure of serving.py, with the bar of
-    the figure.
-    """
-    lines: list[tuple[str, ...]] = []
-    for r in rows:
-        if r["benchmark"] == "serving_lookup":
-            what = (
-                f"ids/s of a served model over the training table's, {r['format']},"
-                f" {r['rows']:,} rows, one thread"
-            )
-            rate = r["million_ids_per_second"]["served"]
-            lines.append(
-                (
-                    what,
-                    f"{r['served_over_table']['median']:.2f}x ({rate:.1f}M ids/s)",
-                    "at least 0.6x",
-                )
-            )
-        if r["benchmark"] == "serving_delta":
-            what = f"delta of {r['changed']:,} changed rows, {r['rows']:,} rows"
-            lines.append(
-                (
-                    f"{what}: making it",
-                    f"{r['make_ms']['median']:.0f} ms",
-                    "at most 300 ms",
-                )
-            )
-            lines.append(
-                (
-                    f"{what}: applying it",
-                    f"{r['apply_ms']['median']:.1f} ms",
-                    "at most 30 ms",
-                )
-            )
-            over = f"{r['p99_delta_each_second_over_at_rest']:.2f}x"
-            lines.append(
-                (
-                    f"{what}: p99 of readers with a delta each second over p99 at rest",
-                    over,
-                    "at most 1.5x",
-                )
-            )
-            over = f"{r['p99_meanwhile_over_at_rest']:.2f}x"
-            lines.append(
-                (
-                    (
-                        f"{what}: p99 of readers with deltas one after the other over"
-                        " p99 at rest"
-                    ),
-                    over,
-                    "no bar",
-                )
-            )
-        if r["benchmark"] == "serving_mapped":
-            what = f"{r['format']}, {r['rows']:,} rows of dim {r['dim']}"
-            over, rate = (
-                r["mapped_over_memory"]["median"],
-                r["million_ids_per_second"]["mapped"],
-            )
-            begin = f"ids/s with rows mapped from the file over rows in memory, {what}"
-            lines.append((begin, f"{over:.2f}x ({rate:.1f}M ids/s)", "at least 0.9x"))
-            lines.append(
-                (
-                    f"two processes' memory of the mapped file over its size, {what}",
-                    f"{r['two_processes_over_file']:.2f}x",
-                    "at most 1.05x",
-                )
-            )
-            bar = "at most 1.15x" if r["format"] == "float32" else "at most 1.3x"
-            lines.append(
-                (
-                    f"memory over rows and ids, {what}",
-                    f"{r['memory_over_rows_and_ids']:.2f}x",
-                    bar,
-                )
-            )
-        if r["benchmark"] == "serving_servers":
-            what = (
-                "ids/s with rows on a server of the host over rows in memory,"
-                f" {r['ids']:,} ids of dim {r['dim']}"
-            )
-            for transport, over in r["servers_over_memory"].items():
-                figure = (
-                    f"{over['median']:.2f}x ({r['million_ids_per_second'][transport]:.1f}M"
-                    " ids/s)"
-                )
-                lines.append(
-                    (
-                        f"{what}, by {transport}",
-                        figure,
-                        "at least 0.5x" if transport == "shared memory" else "",
-                    )
-                )
-        if r["benchmark"] == "serving_load":
-            what = (
-                f"loading an export of {r['rows']:,} rows, {r['format']}, over reading"
-                " its file"
-            )
-            lines.append(
-                (what, f"{r['load_over_read']['median']:.2f}x", "at most 1.3x")
-            )
-        if r["benchmark"] == "serving_http":
-            what = (
-                "prediction of one example over HTTP, a kept connection: p50 over that"
-                " of a bare server"
-            )
-            p50, p99 = r["follow_ms"]["median"], r["follow_ms"]["p99"]
-            over = f"{r['p50_over_bare']:.2f}x (p50 {p50:.2f} ms, p99 {p99:.2f} ms)"
-            lines.append((what, over, "at most 1.2x"))
-        if r["benchmark"] == "serving_publisher":
-            what = (
-                f"training step with a publisher, every_s={r['every_s']:g}, over a step"
-                " without one"
-            )
-            lines.append(
-                (what, f"{r['with_over_alone']['median']:.2f}x", "at most 1.05x")
-            )
-        if r["benchmark"] == "serving_stream":
-            what = (
-                f"click on a Redis stream to served, {r['clicks_per_second']:,}"
-                f" clicks/s, every_s={r['every_s']:g}"
-            )
-            seconds = r["click_to_served_s"]
-            lines.append(
-                (
-                    f"{what}: p50, p99",
-                    f"{seconds['median']:.1f} s, {seconds['p99']:.1f} s",
-                    "3 s, 6 s",
-                )
-            )
-    made = {
-        r["rows"]: r["make_ms"]["median"]
-        for r in rows
-        if r["benchmark"] == "serving_delta"
-    }
-    if len(made) > 1:
-        what = f"making a delta at {max(made):,} rows over {min(made):,} rows"
-        lines.append(
-            (what, f"{made[max(made)] / made[min(made)]:.2f}x", "0.8x to 1.2x")
-        )
-    return lines
+def _serving_load(row: Row) -> list[Cells]:
+    figure = (
+        f"loading an export of {row['rows']:,} rows, {row['format']}, over reading its"
+        " file"
+    )
+    return [(figure, f"{row['load_over_read']['median']:.2f}x", "at most 1.3x")]
 
 
-def cuda_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+def _serving_http(row: Row) -> list[Cells]:
+    figure = (
+        "prediction of one example over HTTP, a kept connection: p50 over that of a"
+        " bare server"
+    )
+    p50 = row["follow_ms"]["median"]
+    p99 = row["follow_ms"]["p99"]
+    measured = f"{row['p50_over_bare']:.2f}x (p50 {p50:.2f} ms, p99 {p99:.2f} ms)"
+    return [(figure, measured, "at most 1.2x")]
+
+
+def _serving_publisher(row: Row) -> list[Cells]:
+    figure = (
+        f"training step with a publisher, every_s={row['every_s']:g}, over a step"
+        " without one"
+    )
+    return [(figure, f"{row['with_over_alone']['median']:.2f}x", "at most 1.05x")]
+
+
+def _serving_stream(row: Row) -> list[Cells]:
+    figure = (
+        f"click on a Redis stream to served, {row['clicks_per_second']:,} clicks/s,"
+        f" every_s={row['every_s']:g}: p50, p99"
+    )
+    seconds = row["click_to_served_s"]
+    measured = f"{seconds['median']:.1f} s, {seconds['p99']:.1f} s"
+    return [(figure, measured, "3 s, 6 s")]
+
+
+_OTHER_FIGURES = {
+    "growth": _growth,
+    "memory": _memory,
+    "store": _store,
+    "small": _small,
+    "dlrm": _dlrm,
+    "checkpoint": _checkpoint,
+    "delta": _delta,
+    "async_save": _async_save,
+    "plan": _plan,
+}
+_BOUNDED_FIGURES = {
+    "eviction": _eviction,
+    "pauses": _pauses,
+    "bounded_memory": _bounded_memory,
+    "cold_writes": _cold_writes,
+    "tiers": _tiers,
+}
+_SERVICE_FIGURES = {
+    "service": _service,
+    "service_latency": _service_latency,
+    "service_saturation": _service_saturation,
+    "service_replicated": _service_replicated,
+    "service_beside": _service_beside,
+    "service_clients": _service_clients,
+    "service_dlrm": _service_dlrm,
+    "service_prefetch": _service_prefetch,
+}
+_SERVING_FIGURES = {
+    "serving_lookup": _serving_lookup,
+    "serving_delta": _serving_delta,
+    "serving_mapped": _serving_mapped,
+    "serving_servers": _serving_servers,
+    "serving_load": _serving_load,
+    "serving_http": _serving_http,
+    "serving_publisher": _serving_publisher,
+    "serving_stream": _serving_stream,
+}
+
+
+# ---- The other tables ----
+
+
+def cuda_figures(rows: list[Row]) -> list[Cells]:
     """Returns a row of :data:`CUDA` for each side of cuda.py.
 
     Copies are those of one step.
     """
-    lines: list[tuple[str, ...]] = []
-    for r in rows:
-        if reason := r.get("not_measured") or r.get("error"):
-            lines.append((r["side"], reason, *[""] * (len(CUDA) - 2)))
+    lines: list[Cells] = []
+    for row in rows:
+        reason = row.get("not_measured") or row.get("error")
+        if reason:
+            empty = [""] * (len(CUDA) - 2)
+            lines.append((row["side"], reason, *empty))
             continue
-        copies = [
-            f"{r[way]['bytes'] / 1e6:.2f} MB in {r[way]['count']:g}"
-            for way in ("up", "down")
-        ]
-        hidden = "-" if r["overlap"] is None else f"{r['overlap']:.0%}"
-        memory = (
-            "-" if r["device_bytes"] is None else f"{r['device_bytes'] / 1e9:.2f} GB"
-        )
-        over = f"{r['step_over_dense_alone']:.2f}x"
+        overlap = row["overlap"]
+        device_bytes = row["device_bytes"]
         lines.append(
-            (r["side"], f"{r['step_ms']['median']:.2f}", over, *copies, hidden, memory)
+            (
+                row["side"],
+                f"{row['step_ms']['median']:.2f}",
+                f"{row['step_over_dense_alone']:.2f}x",
+                _copies(row["up"]),
+                _copies(row["down"]),
+                "-" if overlap is None else f"{overlap:.0%}",
+                "-" if device_bytes is None else f"{device_bytes / 1e9:.2f} GB",
+            )
         )
     return lines
 
 
-def option_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+def _copies(way: Row) -> str:
+    return f"{way['bytes'] / 1e6:.2f} MB in {way['count']:g}"
+
+
+def option_figures(rows: list[Row]) -> list[Cells]:
     """Returns a row of :data:`OPTIONS` for each figure of options.py."""
-    lines: list[tuple[str, ...]] = []
-    for script, sides, over, names in _OPTIONS:
-        for r in (r for r in rows if r["benchmark"] == script):
-            for side, ratio in r[sides].items():
-                if side != "base_ms":
-                    time = (
-                        f"{ratio['median']:.2f}x ({ratio['p10']:.2f} to"
-                        f" {ratio['p90']:.2f})"
+    lines: list[Cells] = []
+    for table in _OPTION_TABLES:
+        for row in _of(rows, table.benchmark):
+            for side, ratio in row[table.ratios].items():
+                if side == "base_ms":
+                    continue
+                p10_to_p90 = f"{ratio['p10']:.2f} to {ratio['p90']:.2f}"
+                row_bytes = ""
+                if "bytes_per_row" in row:
+                    row_bytes = f"{row['bytes_per_row'][side]:.0f}"
+                lines.append(
+                    (
+                        table.names.get(side, f"`{side}`"),
+                        table.over,
+                        f"{ratio['median']:.2f}x ({p10_to_p90})",
+                        row_bytes,
                     )
-                    size = (
-                        f"{r['bytes_per_row'][side]:.0f}"
-                        if "bytes_per_row" in r
-                        else ""
-                    )
-                    lines.append((names.get(side, f"`{side}`"), over, time, size))
+                )
     return lines
 
 
-def tables(
-    rows: list[dict[str, Any]],
-) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """The tables that ``recstore bench`` prints: the columns and the rows of each one
-    that is not empty.
+def tables(rows: list[Row]) -> list[tuple[Cells, list[Cells]]]:
+    """Returns the tables that ``recstore bench`` prints.
+
+    Each is (columns, rows). Empty tables are left out.
     """
-    every = [
+    figures_of_columns = [
         (KERNEL, kernel_figures(rows)),
         (LIMIT, limit_figures(rows)),
         (OTHER, other_figures(rows)),
         (SERVING, serving_figures(rows)),
         (OPTIONS, option_figures(rows)),
     ]
-    return [(columns, figures) for columns, figures in every if figures]
+    return [(columns, figures) for columns, figures in figures_of_columns if figures]
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns the lines of a table in Markdown."""
-    return [
-        "| " + " | ".join(line) + " |"
-        for line in (columns, ["---"] * len(columns), *rows)
-    ]
+    rule = ["---"] * len(columns)
+    return [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]

@@ -1,5 +1,4 @@
-"""Functions that the benchmarks share: conditions, interleaved timing, lanes and JSON
-rows.
+"""Functions that the benchmarks share: conditions, timings, lanes and JSON rows.
 
 There are three lanes. ``shipped`` is a process with default settings. In ``kept``,
 malloc is told to keep large blocks, so that the memory of outputs is not mapped afresh
@@ -28,13 +27,23 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-KEPT = {
+KEEP_BLOCKS = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**36),
     "MALLOC_TOP_PAD_": str(2**28),
 }
-ENVIRONMENTS = {"shipped": {}, "kept": KEPT, "avx2": {**KEPT, "RECSTORE_ISA": "avx2"}}
+"""Environment variables by which malloc keeps large blocks."""
+ENVIRONMENTS: dict[str, dict[str, str]] = {
+    "shipped": {},
+    "kept": KEEP_BLOCKS,
+    "avx2": {**KEEP_BLOCKS, "RECSTORE_ISA": "avx2"},
+}
 ROOT = Path(__file__).resolve().parent.parent
+
+Timing = tuple[float, ...]
+"""The timings of a step, in seconds."""
+Side = Callable[[int], Timing]
+"""A function of the step number that returns the timings of the step."""
 
 
 def lane() -> str:
@@ -74,9 +83,9 @@ def run_lanes(
             text=True,
             check=True,
         )
-        rows += [
-            json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")
-        ]
+        for line in run.stdout.splitlines():
+            if line.startswith("{"):
+                rows.append(json.loads(line))
     return rows
 
 
@@ -92,28 +101,28 @@ def forget(folder: Path) -> None:
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str | None]:
-    """Starts ``redis-server`` or ``valkey-server`` and yields its URL, or None if none
-    is on this machine.
+    """Starts ``redis-server`` or ``valkey-server`` and yields its URL.
+
+    It yields None if neither is on this machine.
     """
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         yield None
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        program,
-        "--port",
-        str(port),
-        "--bind",
-        "127.0.0.1",
-        "--save",
-        "",
-        "--dir",
-        str(folder),
-    ]
-    server = subprocess.Popen([*command, "--logfile", str(folder / "redis.log")])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {
+        "--port": str(port),
+        "--bind": "127.0.0.1",
+        "--save": "",
+        "--dir": str(folder),
+        "--logfile": str(folder / "redis.log"),
+    }
+    command = [program]
+    for option, value in options.items():
+        command += [option, value]
+    server = subprocess.Popen(command)
     try:
         yield f"redis://127.0.0.1:{port}"
     finally:
@@ -124,12 +133,13 @@ def redis_server(folder: Path) -> Iterator[str | None]:
 def anonymous_bytes() -> int:
     """Returns the resident memory of this process in bytes, without pages of files."""
     status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
+    _, _, value = status.partition("RssAnon:")
+    kib = int(value.split()[0])
+    return kib * 1024
 
 
 def end_rank() -> NoReturn:
-    """Ends the process of a rank together with the others."""
+    """Ends the process of a rank together with those of all other ranks."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -138,25 +148,29 @@ def end_rank() -> NoReturn:
 
 def commit() -> str:
     """Returns the commit of the checkout, or the version of the installed package."""
-    if (ROOT / ".git").exists():
-        command = ["git", "describe", "--always", "--dirty"]
-        return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
-    return version("torchrec-recstore")
+    if not (ROOT / ".git").exists():
+        return version("torchrec-recstore")
+    command = ["git", "describe", "--always", "--dirty"]
+    git = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return git.stdout.strip()
+
+
+def processor() -> str:
+    """Returns the name of the processor."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.processor()
 
 
 def conditions() -> dict[str, Any]:
-    """Returns the conditions that every row contains: commit or version, processor,
-    torch, threads and lane.
+    """Returns the conditions that every row contains.
+
+    They are commit or version, processor, torch, threads and lane.
     """
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [
-        line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")
-    ]
     return {
         "commit": commit(),
-        "cpu": f"{names[0] if names else platform.processor()} x{os.cpu_count()}",
+        "cpu": f"{processor()} x{os.cpu_count()}",
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "lane": lane(),
@@ -169,15 +183,14 @@ def emit(row: dict[str, Any]) -> None:
 
 
 def interleave(
-    sides: dict[str, Callable[[int], tuple[float, ...]]], steps: int, warm_up: int
-) -> dict[str, list[tuple[float, ...]]]:
-    """Runs step ``i`` of every side, then step ``i + 1``, and so on, and returns the
-    timings after the warm-up.
+    sides: dict[str, Side], steps: int, warm_up: int
+) -> dict[str, list[Timing]]:
+    """Runs step ``i`` of every side, then step ``i + 1``, and so on.
 
-    A side is a function of the step number that returns the timings of the step in
-    seconds.
+    Returns:
+        The timings of each side after the warm-up.
     """
-    timings: dict[str, list[tuple[float, ...]]] = {name: [] for name in sides}
+    timings: dict[str, list[Timing]] = {name: [] for name in sides}
     for i in range(warm_up + steps):
         for name, side in sides.items():
             timing = side(i)
@@ -186,19 +199,38 @@ def interleave(
     return timings
 
 
-def spread(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
-    """Returns the median and the 10th, 90th and 99th percentiles of ``values`` times
-    ``scale``.
+def step_seconds(timings: Sequence[Timing]) -> list[float]:
+    """Returns the first timing of each step."""
+    return [timing[0] for timing in timings]
 
-    With the default scale, seconds become milliseconds.
+
+def rates(timings: Sequence[Timing], count: int) -> list[float]:
+    """Returns how much was done a second in each step, of ``count`` in a step."""
+    return [count / seconds for seconds in step_seconds(timings)]
+
+
+def ratios(numerators: Sequence[Timing], denominators: Sequence[Timing]) -> list[float]:
+    """Returns the ratio of the first timings of each pair of steps."""
+    pairs = zip(step_seconds(numerators), step_seconds(denominators), strict=True)
+    return [numerator / denominator for numerator, denominator in pairs]
+
+
+def spread(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
+    """Returns the median and the 10th, 90th and 99th percentiles of values.
+
+    They are multiplied by ``scale``. By default, seconds become milliseconds.
     """
     ordered = sorted(values)
-    pick = [ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9, 0.99)]
+
+    def percentile(percent: int) -> float:
+        place = round(percent / 100 * (len(ordered) - 1))
+        return round(ordered[place] * scale, 4)
+
     return {
         "median": round(statistics.median(ordered) * scale, 4),
-        "p10": round(pick[0] * scale, 4),
-        "p90": round(pick[1] * scale, 4),
-        "p99": round(pick[2] * scale, 4),
+        "p10": percentile(10),
+        "p90": percentile(90),
+        "p99": percentile(99),
     }
 
 

@@ -1,34 +1,36 @@
-"""Measures pulls and updates of tables on servers, by shared memory, TCP and gRPC, and
-of a table in the process.
+"""Measures pulls and updates of tables on servers, by shared memory, TCP and gRPC.
 
     python benchmarks/service.py [--steps 60] [--only latency,saturation]
 
-Prints JSON rows. For one server and for two servers, a row for each transport compares
-a pull and an update of 50,000 ids at dim 64 with the same table in the client's
-process, and with a transfer of as many bytes over a bare TCP socket to another process
-that does nothing else. All sides are interleaved in one run. The rows also have the
-processor time of the client and the servers together. A row for each transport has the
-latency of a pull of 10 ids, and another one the number of these pulls a second by 1, 2
-and 4 clients at the same time, with their latency. Four rows compare reads of 10 ids at
-rest with those beside reads of 1,000,000 ids of the same table, and of another table,
-by another thread of the process or another client of the server. Blocks of the three
-alternate. Four rows compare updates of one server with those of a pair, in which each
-write is on two servers (``--replicate``). They need ``redis-server``. One row is for
-eight clients that use one server at the same time; for this, the RecStore system
-publishes 1.17M ids/s (gRPC, one shard, another machine). One row is the share of a pull
-that a prefetch hides behind the compute of one thread. The last row compares the DLRM
-example with its tables on one server with the same example and local tables. Its data
-is the Criteo sample if it is beside the checkout, or else generated. The clients and
-the servers share the cores of this machine.
+Prints JSON rows. The clients and the servers share the cores of this machine.
+
+- ``service``: For one server and for two servers, a row for each transport compares a
+  pull and an update of 50,000 ids at dim 64 with the same table in the client's
+  process, and with a transfer of as many bytes over a bare TCP socket to another
+  process that does nothing else. All sides are interleaved in one run. The rows also
+  have the processor time of the client and the servers together. The RecStore system
+  publishes 1.17M ids/s (gRPC, one shard, another machine).
+- ``service_latency``: A pull of 10 ids, by each transport.
+- ``service_saturation``: The number of these pulls a second by 1, 2 and 4 clients at
+  the same time, with their latency.
+- ``service_beside``: Reads of 10 ids at rest, beside reads of 1,000,000 ids of the same
+  table, and beside those of another table, by another thread of the process or another
+  client of the server. Blocks of the three alternate.
+- ``service_replicated``: Updates of one server, and of a pair, in which each write is
+  on two servers (``--replicate``). It needs ``redis-server``.
+- ``service_clients``: Eight clients that use one server at the same time.
+- ``service_prefetch``: The share of a pull that a prefetch hides behind the compute of
+  one thread.
+- ``service_dlrm``: The DLRM example with its tables on one server, and with local
+  tables. Its data is the Criteo sample if it is beside the checkout, or else generated.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "passive"
-)  # clients and servers share the cores, so waiting threads must not spin
+# Clients and servers share the cores, so waiting threads must not spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
 import contextlib
@@ -48,7 +50,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measure import ROOT, clock, emit, interleave, redis_server, spread
+from measure import (
+    ROOT,
+    Side,
+    Timing,
+    clock,
+    emit,
+    interleave,
+    redis_server,
+    spread,
+    step_seconds,
+)
 
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.store import Table
@@ -57,7 +69,7 @@ from torchrec_recstore_service import RecStoreClient
 ROWS = 1_000_000
 IDS = 50_000
 DIM = 64
-FEW = 10
+FEW_IDS = 10
 BLOCK = 100
 CLIENTS = 8
 COUNTS = (1, 2, 4)  # clients that pull a few ids at the same time
@@ -69,29 +81,24 @@ OPTIMIZER = RowWiseAdagrad(lr=0.01)
 
 @contextlib.contextmanager
 def servers(n: int, *flags: str) -> Iterator[tuple[list[str], list[int]]]:
-    """Starts ``n`` servers in separate processes and yields their addresses and process
-    ids.
+    """Starts ``n`` servers in separate processes.
+
+    Yields:
+        Their addresses and their process ids.
     """
     with tempfile.TemporaryDirectory() as data, contextlib.ExitStack() as stack:
-        addresses, pids = [], []
+        addresses = []
+        pids = []
         for number in range(n):
-            command = [
-                sys.executable,
-                "-m",
-                "torchrec_recstore.cli",
-                "serve",
-                "--listen",
-                "127.0.0.1:0",
-            ]
-            command += ["--data", f"{data}/{number}", *flags]
+            command = [sys.executable, "-m", "torchrec_recstore.cli", "serve"]
+            command += ["--listen", "127.0.0.1:0", "--data", f"{data}/{number}"]
             process = stack.enter_context(
-                subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
             )
             stack.callback(process.kill)
             assert process.stdout is not None
-            addresses.append(
-                process.stdout.readline().removeprefix("serving on ").strip()
-            )
+            line = process.stdout.readline()
+            addresses.append(line.removeprefix("serving on ").strip())
             pids.append(process.pid)
         yield addresses, pids
 
@@ -109,15 +116,34 @@ def connected(addresses: Sequence[str], transport: str) -> RecStoreClient:
 def filled(addresses: Sequence[str]) -> RecStoreClient:
     """Returns a client with a table of ``ROWS`` rows."""
     client = RecStoreClient(addresses)
-    client.init_data("t", (ROWS, DIM), optimizer=OPTIMIZER)
-    for ids in torch.arange(ROWS).split(100_000):
-        client.push("t", ids, torch.randn(len(ids), DIM))
+    add_table(client, "t")
     return client
 
 
-def million_a_second(seconds: dict[str, float], ids: int = IDS) -> float:
+def add_table(client: RecStoreClient, name: str) -> None:
+    """Creates a table of ``ROWS`` rows on the servers."""
+    client.init_data(name, (ROWS, DIM), optimizer=OPTIMIZER)
+    for ids in torch.arange(ROWS).split(100_000):
+        client.push(name, ids, torch.randn(len(ids), DIM))
+
+
+def local_table(name: str) -> Table:
+    """Returns a table of ``ROWS`` rows in this process."""
+    table = Table(DIM, optimizer=OPTIMIZER, name=name)
+    for ids in torch.arange(ROWS).split(100_000):
+        table.insert(ids, torch.randn(len(ids), DIM))
+    return table
+
+
+def random_ids(count: int, seed: int) -> torch.Tensor:
+    """Returns ids that are the same for the same seed, (count,)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, ROWS, (count,), generator=generator)
+
+
+def million_a_second(milliseconds: dict[str, float], ids: int = IDS) -> float:
     """Returns the million ids per second for a spread of milliseconds."""
-    return round(ids / seconds["median"] / 1e3, 2)
+    return round(ids / milliseconds["median"] / 1e3, 2)
 
 
 def processor_s(processes: Sequence[int]) -> float:
@@ -129,8 +155,10 @@ def processor_s(processes: Sequence[int]) -> float:
 
 
 def bare_server(listener: socket.socket) -> None:
-    """Answers each request of a connection: two numbers of bytes, and as many bytes as
-    the first number says.
+    """Answers each request of a connection.
+
+    A request consists of two numbers of bytes, and of as many bytes as the first number
+    says. The second number is that of the bytes of the answer.
     """
     connection, _ = listener.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -143,8 +171,9 @@ def bare_server(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def bare_socket() -> Iterator[Callable[[int, int], object]]:
-    """Yields a function that sends and receives bytes, to and from a process that does
-    nothing else.
+    """Yields a function that sends bytes to a process, and receives bytes from it.
+
+    The process does nothing else.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = multiprocessing.get_context("fork").Process(
@@ -164,86 +193,111 @@ def bare_socket() -> Iterator[Callable[[int, int], object]]:
         process.join()
 
 
-def throughput(n: int, steps: int) -> None:
-    """Compares the transports to ``n`` servers with each other and with a table in the
-    client's process.
+def pull_and_update(
+    processes: Sequence[int],
+    pull: Callable[[torch.Tensor], object],
+    update: Callable[[torch.Tensor], object],
+) -> Side:
+    """Returns a side that pulls and updates the same ids.
+
+    Its timings are those of the pull, of the processor in the pull, of the update, and
+    of the processor in the update.
     """
-    table = Table(DIM, optimizer=OPTIMIZER)
-    for ids in torch.arange(ROWS).split(100_000):
-        table.insert(ids, torch.randn(len(ids), DIM))
+
+    def step(i: int) -> Timing:
+        ids = random_ids(IDS, seed=i)
+        timings = []
+        for call in (pull, update):
+            processor_begin = processor_s(processes)
+            begin = clock()
+            call(ids)
+            timings.append(clock() - begin)
+            timings.append(processor_s(processes) - processor_begin)
+        return tuple(timings)
+
+    return step
+
+
+def throughput(n: int, steps: int) -> None:
+    """Compares the transports to ``n`` servers.
+
+    They are also compared with a table in the client's process.
+    """
+    table = local_table("t")
     grads = torch.randn(IDS, DIM)
-
-    def timed(
-        processes: Sequence[int],
-        pull: Callable[[torch.Tensor], object],
-        update: Callable[[torch.Tensor], object],
-    ) -> Callable[..., tuple[float, ...]]:
-        def step(i: int) -> tuple[float, ...]:
-            ids = torch.randint(
-                0, ROWS, (IDS,), generator=torch.Generator().manual_seed(i)
-            )
-            timings = []
-            for call in (pull, update):
-                processor, begin = processor_s(processes), clock()
-                call(ids)
-                end = clock()
-                timings += [end - begin, processor_s(processes) - processor]
-            return tuple(timings)
-
-        return step
-
+    ids_bytes = 8 * IDS
+    rows_bytes = 4 * DIM * IDS
     with (
         bare_socket() as transfer,
         servers(n) as (addresses, pids),
         contextlib.ExitStack() as stack,
     ):
         sides = {
-            "table": timed(
-                [os.getpid()], table.lookup, lambda ids: table.update(ids, grads)
-            )
+            "table": pull_and_update(
+                [os.getpid()],
+                pull=table.lookup,
+                update=lambda ids: table.update(ids, grads),
+            ),
+            "bare socket": pull_and_update(
+                [os.getpid()],
+                pull=lambda _: transfer(ids_bytes, rows_bytes),
+                update=lambda _: transfer(ids_bytes + rows_bytes, 8),
+            ),
         }
-        row_bytes = 4 * DIM * IDS
-        sides["bare socket"] = timed(
-            [os.getpid()],
-            lambda _: transfer(8 * IDS, row_bytes),
-            lambda _: transfer(8 * IDS + row_bytes, 8),
-        )
         stack.enter_context(filled(addresses))
         for transport in TRANSPORTS:
             client = stack.enter_context(connected(addresses, transport))
-            sides[transport] = timed(
+            sides[transport] = pull_and_update(
                 [os.getpid(), *pids],
-                lambda ids, client=client: client.pull("t", ids),
-                lambda ids, client=client: client.update("t", ids, grads),
+                pull=lambda ids, client=client: client.pull("t", ids),
+                update=lambda ids, client=client: client.update("t", ids, grads),
             )
         timings = interleave(sides, steps, warm_up=5)
     for transport in TRANSPORTS:
-        row: dict[str, object] = {
-            "benchmark": "service",
-            "transport": transport,
-            "servers": n,
-            "ids": IDS,
-            "dim": DIM,
-            "published_million_ids_per_second": 1.17,
-        }
-        for number, what in enumerate(("pull", "update")):
-            service, here, bare = (
-                spread([timing[2 * number] for timing in timings[side]])
-                for side in (transport, "table", "bare socket")
-            )
-            (
-                row[f"{what}_ms"],
-                row[f"{what}_in_process_ms"],
-                row[f"{what}_bare_socket_ms"],
-            ) = (service, here, bare)
-            row[f"{what}_processor_ms"] = spread(
-                [timing[2 * number + 1] for timing in timings[transport]]
-            )
-            row[f"million_ids_per_second_{what}"] = million_a_second(service)
-            row[f"{what}_over_in_process"] = round(
-                service["median"] / here["median"], 2
-            )
-        emit(row)
+        emit(
+            {
+                "benchmark": "service",
+                "transport": transport,
+                "servers": n,
+                "ids": IDS,
+                "dim": DIM,
+                "published_million_ids_per_second": 1.17,
+                **throughput_of(timings, transport, "pull", place=0),
+                **throughput_of(timings, transport, "update", place=2),
+            }
+        )
+
+
+def throughputs(steps: int) -> None:
+    """Measures one server, and two servers."""
+    throughput(1, steps)
+    throughput(2, steps)
+
+
+def throughput_of(
+    timings: dict[str, list[Timing]], transport: str, request: str, place: int
+) -> dict[str, object]:
+    """Returns the figures of a request.
+
+    Args:
+        timings: The timings of each side.
+        transport: The transport.
+        request: The name of the request.
+        place: The place of the request in a timing of :func:`pull_and_update`.
+    """
+    service = spread([timing[place] for timing in timings[transport]])
+    in_process = spread([timing[place] for timing in timings["table"]])
+    bare_socket = spread([timing[place] for timing in timings["bare socket"]])
+    processor = spread([timing[place + 1] for timing in timings[transport]])
+    over_in_process = service["median"] / in_process["median"]
+    return {
+        f"{request}_ms": service,
+        f"{request}_in_process_ms": in_process,
+        f"{request}_bare_socket_ms": bare_socket,
+        f"{request}_processor_ms": processor,
+        f"million_ids_per_second_{request}": million_a_second(service),
+        f"{request}_over_in_process": round(over_in_process, 2),
+    }
 
 
 def latency(steps: int) -> None:
@@ -263,135 +317,140 @@ def latency(steps: int) -> None:
         for block in range(steps // 3 + 1):
             for transport, client in clients.items():
                 for i in range(BLOCK):
-                    ids = torch.randint(0, ROWS, (FEW,))
+                    ids = torch.randint(0, ROWS, (FEW_IDS,))
                     begin = clock()
                     client.pull("t", ids)
                     if block and i >= BLOCK // 10:
                         timings[transport].append(clock() - begin)
-    for transport, values in timings.items():
-        row = {
-            "benchmark": "service_latency",
-            "transport": transport,
-            "ids": FEW,
-            "dim": DIM,
-        }
-        emit({**row, "pull_ms": spread(values)})
+    for transport, seconds in timings.items():
+        emit(
+            {
+                "benchmark": "service_latency",
+                "transport": transport,
+                "ids": FEW_IDS,
+                "dim": DIM,
+                "pull_ms": spread(seconds),
+            }
+        )
 
 
-def reads_until_told(read: Callable[[str], object], told: Names, began: Names) -> None:
-    """Reads the table that ``told`` has named last, again and again, and tells
-    ``began`` after its first read.
+class LargeReads:
+    """Reads tables in a thread, again and again, without end.
+
+    Args:
+        read: A function that reads the table of a name.
     """
-    name = told.get()
-    while name != "end":
-        if name != "rest":
-            read(name)
-        began.put(name)
-        while name != "rest" and told.empty():
-            read(name)
-        name = told.get()
+
+    def __init__(self, read: Callable[[str], object]) -> None:
+        self._read = read
+        self._names: Names = queue.SimpleQueue()
+        self._started: Names = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def start(self, name: str) -> str:
+        """Reads the table of a name from now on, or none if the name is "rest".
+
+        Returns:
+            The name, after the first read.
+        """
+        self._names.put(name)
+        return self._started.get()
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._names.put("end")
+        self._thread.join()
+
+    def _work(self) -> None:
+        name = self._names.get()
+        while name != "end":
+            if name != "rest":
+                self._read(name)
+            self._started.put(name)
+            while name != "rest" and self._names.empty():
+                self._read(name)
+            name = self._names.get()
 
 
 def small_beside_large(
-    where: str, small: Callable[[], object], tell: Callable[[str], str], steps: int
+    place: str,
+    small_read: Callable[[], object],
+    start_large_reads: Callable[[str], str],
+    blocks: int,
 ) -> None:
-    """Measures small reads while large reads of the same table, of another one, or
-    none, are under way.
+    """Measures small reads at rest, and beside large reads of this or another table.
 
     Args:
-        where: The place of the tables, for the row.
-        small: The small read.
-        tell: Starts large reads of a table, "t" or "other", or ends them, "rest", and
-            returns the name when that has happened.
-        steps: The number of blocks of each kind.
+        place: The place of the tables, for the row.
+        small_read: The small read, of the table "t".
+        start_large_reads: Starts large reads of a table, "t" or "other", or ends them,
+            "rest", and returns the name when that has happened.
+        blocks: The number of blocks of each kind.
     """
     timings: dict[str, list[float]] = {"rest": [], "t": [], "other": []}
-    for block in range(steps + 1):
-        for name, values in timings.items():
-            assert tell(name).strip() == name
+    for block in range(blocks + 1):
+        for name, seconds in timings.items():
+            assert start_large_reads(name).strip() == name
             for _ in range(BLOCK):
                 # as calls come from clients, which the scheduler lets run at once
                 time.sleep(0.001)
                 begin = clock()
-                small()
+                small_read()
                 if block:
-                    values.append(clock() - begin)
-    spreads = {name: spread(values) for name, values in timings.items()}
+                    seconds.append(clock() - begin)
+    at_rest = spread(timings["rest"])
     row: dict[str, object] = {
         "benchmark": "service_beside",
-        "where": where,
-        "ids": FEW,
+        "where": place,
+        "ids": FEW_IDS,
         "large_ids": ROWS,
         "dim": DIM,
     }
-    for name, key in (
-        ("rest", "at_rest"),
-        ("t", "beside_same_table"),
-        ("other", "beside_other_table"),
-    ):
-        row[f"{key}_ms"] = spreads[name]
-        row[f"{key}_p99_over_rest"] = round(
-            spreads[name]["p99"] / spreads["rest"]["p99"], 2
-        )
+    keys = {"rest": "at_rest", "t": "beside_same_table", "other": "beside_other_table"}
+    for name, key in keys.items():
+        spread_ms = spread(timings[name])
+        row[f"{key}_ms"] = spread_ms
+        row[f"{key}_p99_over_rest"] = round(spread_ms["p99"] / at_rest["p99"], 2)
     emit(row)
 
 
 def beside(steps: int) -> None:
-    """Measures reads of 10 ids beside reads of 1,000,000 ids, in this process and by
-    each transport.
+    """Measures reads of 10 ids beside reads of 1,000,000 ids.
+
+    They are measured in this process and by each transport.
     """
-    everything = torch.randperm(ROWS)
-    tables = {
-        name: Table(DIM, optimizer=OPTIMIZER, name=name) for name in ("t", "other")
-    }
-    for table in tables.values():
-        for ids in torch.arange(ROWS).split(100_000):
-            table.insert(ids, torch.randn(len(ids), DIM))
-    few = torch.randint(0, ROWS, (FEW,))
-    queues: tuple[Names, Names] = queue.SimpleQueue(), queue.SimpleQueue()
+    blocks = steps // 10 + 1
+    all_ids = torch.randperm(ROWS)
+    few_ids = torch.randint(0, ROWS, (FEW_IDS,))
+    tables = {"t": local_table("t"), "other": local_table("other")}
     out = torch.empty(ROWS, DIM)
-    large = lambda name: tables[name].lookup(everything, out=out)  # noqa: E731
-    thread = threading.Thread(target=reads_until_told, args=(large, *queues))
-    thread.start()
-
-    def tell(name: str) -> str:
-        queues[0].put(name)
-        return queues[1].get()
-
-    small_beside_large("table", lambda: tables["t"].lookup(few), tell, steps)
-    queues[0].put("end")
-    thread.join()
+    large_reads = LargeReads(lambda name: tables[name].lookup(all_ids, out=out))
+    small_beside_large(
+        "table", lambda: tables["t"].lookup(few_ids), large_reads.start, blocks
+    )
+    large_reads.end()
     tables.clear()
-    with servers(1) as (addresses, _), filled(addresses) as both:
-        both.init_data("other", (ROWS, DIM), optimizer=OPTIMIZER)
-        for ids in torch.arange(ROWS).split(100_000):
-            both.push("other", ids, torch.randn(len(ids), DIM))
+    with servers(1) as (addresses, _), filled(addresses) as first_client:
+        add_table(first_client, "other")
         for transport in TRANSPORTS:
-            large = client_processes(1, addresses[0], transport, "large")
-            with connected(addresses, transport) as client, large as (process,):
+            large_client = client_processes(1, addresses[0], transport, "large")
+            with connected(addresses, transport) as client, large_client as (process,):
                 small_beside_large(
                     transport,
-                    partial(client.pull, "t", few),
-                    partial(told, process),
-                    steps,
+                    partial(client.pull, "t", few_ids),
+                    partial(ask, process),
+                    blocks,
                 )
 
 
-def large_client(client: RecStoreClient) -> None:
+def run_large_client(client: RecStoreClient) -> None:
     """Runs the client of :func:`beside` that makes large reads."""
-    everything = torch.randperm(ROWS)
-    tables: Names = queue.SimpleQueue()
-    began: Names = queue.SimpleQueue()
-    work = threading.Thread(
-        target=reads_until_told,
-        args=(lambda name: client.pull(name, everything), tables, began),
-    )
-    work.start()
+    all_ids = torch.randperm(ROWS)
+    large_reads = LargeReads(lambda name: client.pull(name, all_ids))
     for line in sys.stdin:
-        tables.put(line.strip())
-        print(began.get(), flush=True)
-    tables.put("end")
-    work.join()
+        print(large_reads.start(line.strip()), flush=True)
+    large_reads.end()
 
 
 @contextlib.contextmanager
@@ -404,31 +463,26 @@ def client_processes(
         n: The number of clients.
         address: The address of their server.
         transport: One of :data:`TRANSPORTS`.
-        reads: The number of ids of their pulls, or "large" for :func:`large_client`.
+        reads: The number of ids of their pulls, or "large" for
+            :func:`run_large_client`.
     """
+    command = [sys.executable, __file__, "--client", address]
+    command += ["--transport", transport, "--reads", reads]
     with contextlib.ExitStack() as stack:
-        command = [
-            sys.executable,
-            __file__,
-            "--client",
-            address,
-            "--transport",
-            transport,
-            "--reads",
-            reads,
-        ]
-        start = partial(
-            subprocess.Popen,
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        yield [stack.enter_context(start()) for _ in range(n)]
+        processes = []
+        for _ in range(n):
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+            )
+            processes.append(stack.enter_context(process))
+        yield processes
 
 
-def told(process: subprocess.Popen[str], line: str) -> str:
+def ask(process: subprocess.Popen[str], line: str) -> str:
     """Writes a line to a client process, and returns its answer."""
     process.stdin.write(f"{line}\n")
     return process.stdout.readline()
@@ -444,15 +498,19 @@ def pulls_together(
     """
     for process in processes:
         process.stdin.write(f"{seconds}\n")
-    timings = [json.loads(process.stdout.readline()) for process in processes]
-    return [second for each in timings for second in each], sum(
-        len(each) / sum(each) for each in timings
-    )
+    timings = []
+    rate = 0.0
+    for process in processes:
+        client_timings = json.loads(process.stdout.readline())
+        timings += client_timings
+        rate += len(client_timings) / sum(client_timings)
+    return timings, rate
 
 
-def pulling_client(client: RecStoreClient, n: int) -> None:
-    """Runs a client that pulls ``n`` ids again and again, for each line of stdin as
-    many seconds as the line says.
+def run_pulling_client(client: RecStoreClient, n: int) -> None:
+    """Runs a client that pulls ``n`` ids again and again.
+
+    It does so for each line of stdin, as many seconds as the line says.
     """
     batches = [torch.randint(0, ROWS, (n,)) for _ in range(4)]
     for batch in batches:
@@ -469,67 +527,72 @@ def pulling_client(client: RecStoreClient, n: int) -> None:
 
 
 def saturation(steps: int) -> None:
-    """Measures 1, 2 and 4 clients that pull 10 ids at the same time, by each transport,
-    in alternating blocks.
+    """Measures 1, 2 and 4 clients that pull 10 ids at the same time, by each transport.
+
+    Blocks of them alternate.
     """
-    timings: dict[tuple[str, int], list[float]] = {
-        (each, count): [] for each in TRANSPORTS for count in COUNTS
-    }
-    rates: dict[tuple[str, int], list[float]] = {each: [] for each in timings}
+    cases = [(transport, count) for transport in TRANSPORTS for count in COUNTS]
+    timings: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    block_rates: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    block_s = min(1.0, steps / 50)
     with (
         servers(1) as (addresses, _),
         filled(addresses),
         contextlib.ExitStack() as stack,
     ):
-        processes = {
-            transport: stack.enter_context(
-                client_processes(max(COUNTS), addresses[0], transport, str(FEW))
+        processes = {}
+        for transport in TRANSPORTS:
+            clients = client_processes(
+                max(COUNTS), addresses[0], transport, str(FEW_IDS)
             )
-            for transport in TRANSPORTS
-        }
+            processes[transport] = stack.enter_context(clients)
         for block in range(steps // 10 + 2):
-            for transport, count in timings:
-                seconds, rate = pulls_together(
-                    processes[transport][:count], min(1.0, steps / 50)
-                )
+            for transport, count in cases:
+                seconds, rate = pulls_together(processes[transport][:count], block_s)
                 if block:
                     timings[transport, count] += seconds
-                    rates[transport, count].append(rate)
-    best = {
-        each: max(statistics.median(rates[each, count]) for count in COUNTS)
-        for each in TRANSPORTS
+                    block_rates[transport, count].append(rate)
+    rates = {case: statistics.median(block_rates[case]) for case in cases}
+    best_rates = {
+        transport: max(rates[transport, count] for count in COUNTS)
+        for transport in TRANSPORTS
     }
     for transport in TRANSPORTS:
         row: dict[str, object] = {
             "benchmark": "service_saturation",
             "transport": transport,
-            "ids": FEW,
+            "ids": FEW_IDS,
             "dim": DIM,
         }
         for count in COUNTS:
-            row[f"pulls_per_second_{count}"] = round(
-                statistics.median(rates[transport, count])
-            )
-            row[f"pull_ms_{count}"] = spread(timings[transport, count])
-            p999 = sorted(timings[transport, count])[
-                round(0.999 * (len(timings[transport, count]) - 1))
-            ]
-            row[f"p999_over_median_{count}"] = round(
-                p999 / statistics.median(timings[transport, count]), 1
-            )
-        emit(
-            {
-                **row,
-                "most_pulls_per_second_over_grpc": round(
-                    best[transport] / best["gRPC"], 1
-                ),
-            }
-        )
+            seconds = sorted(timings[transport, count])
+            p999 = seconds[round(0.999 * (len(seconds) - 1))]
+            p999_over_median = p999 / statistics.median(seconds)
+            row[f"pulls_per_second_{count}"] = round(rates[transport, count])
+            row[f"pull_ms_{count}"] = spread(seconds)
+            row[f"p999_over_median_{count}"] = round(p999_over_median, 1)
+        over_grpc = best_rates[transport] / best_rates["gRPC"]
+        row["most_pulls_per_second_over_grpc"] = round(over_grpc, 1)
+        emit(row)
+
+
+def updates(client: RecStoreClient, n: int) -> Side:
+    """Returns a side that updates ``n`` ids."""
+    grads = torch.randn(n, DIM)
+
+    def step(i: int) -> Timing:
+        ids = random_ids(n, seed=i)
+        begin = clock()
+        client.update("t", ids, grads)
+        return (clock() - begin,)
+
+    return step
 
 
 def replicated(steps: int) -> None:
-    """Compares updates of one server with those of a pair of servers, of which each one
-    has all rows.
+    """Compares updates of one server with those of a pair of servers.
+
+    Each server of the pair has all rows.
     """
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -539,54 +602,35 @@ def replicated(steps: int) -> None:
         if url is None:
             print("service_replicated needs redis-server", file=sys.stderr)
             return
-        one, _ = stack.enter_context(servers(1))
+        one_address, _ = stack.enter_context(servers(1))
         pair, _ = stack.enter_context(servers(2, "--replicate", "pair", "--lease", url))
-        addresses = {"one": one, "pair": ["/".join(pair)]}
-        for each in addresses.values():
-            client = stack.enter_context(filled(each))
-        while not client._tables.describe_reachable()[0].backup:
+        pair_address = ["/".join(pair)]
+        stack.enter_context(filled(one_address))
+        pair_client = stack.enter_context(filled(pair_address))
+        while not pair_client._tables.describe_reachable()[0].backup:
             time.sleep(0.1)
-
-        def updates(client: RecStoreClient, n: int) -> Callable[[int], tuple[float]]:
-            grads = torch.randn(n, DIM)
-
-            def step(i: int) -> tuple[float]:
-                ids = torch.randint(
-                    0, ROWS, (n,), generator=torch.Generator().manual_seed(i)
-                )
-                begin = clock()
-                client.update("t", ids, grads)
-                return (clock() - begin,)
-
-            return step
-
-        for transport in TRANSPORTS[:2]:
-            clients = {
-                name: stack.enter_context(connected(each, transport))
-                for name, each in addresses.items()
-            }
-            for n in (FEW, IDS):
-                sides = {name: updates(client, n) for name, client in clients.items()}
-                timings = interleave(
-                    sides, steps if n == IDS else 10 * steps, warm_up=5
-                )
-                spreads = {
-                    name: spread([timing for (timing,) in values])
-                    for name, values in timings.items()
+        for transport in ("shared memory", "TCP"):
+            one_client = stack.enter_context(connected(one_address, transport))
+            pair_client = stack.enter_context(connected(pair_address, transport))
+            for n in (FEW_IDS, IDS):
+                sides = {
+                    "one": updates(one_client, n),
+                    "pair": updates(pair_client, n),
                 }
+                side_steps = steps if n == IDS else 10 * steps
+                timings = interleave(sides, side_steps, warm_up=5)
+                one_ms = spread(step_seconds(timings["one"]))
+                pair_ms = spread(step_seconds(timings["pair"]))
+                pair_over_one = pair_ms["median"] / one_ms["median"]
                 emit(
                     {
                         "benchmark": "service_replicated",
                         "transport": transport,
                         "ids": n,
                         "dim": DIM,
-                        **{
-                            f"update_{name}_ms": value
-                            for name, value in spreads.items()
-                        },
-                        "pair_over_one": round(
-                            spreads["pair"]["median"] / spreads["one"]["median"], 2
-                        ),
+                        "update_one_ms": one_ms,
+                        "update_pair_ms": pair_ms,
+                        "pair_over_one": round(pair_over_one, 2),
                     }
                 )
 
@@ -599,21 +643,22 @@ def eight_clients(steps: int) -> None:
         client_processes(CLIENTS, addresses[0], "shared memory", str(IDS)) as processes,
     ):
         pulls_together(processes, 0.1)
-        rate = round(pulls_together(processes, steps / 30)[1] * IDS / 1e6, 2)
+        _, pulls_a_second = pulls_together(processes, steps / 30)
     emit(
         {
             "benchmark": "service_clients",
             "clients": CLIENTS,
             "ids": IDS,
             "dim": DIM,
-            "million_ids_per_second": rate,
+            "million_ids_per_second": round(pulls_a_second * IDS / 1e6, 2),
         }
     )
 
 
 def overlap(steps: int) -> None:
-    """Compares a pull before the compute with a prefetch during the compute of the
-    previous step.
+    """Compares a pull before the compute with a prefetch during the compute.
+
+    The prefetch for a step runs during the compute of the previous step.
     """
     torch.set_num_threads(1)
     matrix = torch.randn(1024, 1024)
@@ -648,77 +693,84 @@ def overlap(steps: int) -> None:
 
         # The sides are not interleaved, because a prefetch of one side would run during
         # the next side.
-        timings = {name: [] for name in ("compute", "pull_then_compute", "prefetch")}  # type: dict[str, list[float]]
-        for name, side in (
-            ("compute", alone),
-            ("pull_then_compute", one_after_the_other),
-            ("prefetch", prefetched),
-        ) * 3:
-            timings[name] += [side(i)[0] for i in range(steps // 3 + 2)][2:]
-            while handles:
-                client.wait_for_prefetch(handles.pop())
-    spreads = {name: spread(values) for name, values in timings.items()}
-    pull = spreads["pull_then_compute"]["median"] - spreads["compute"]["median"]
-    waited = spreads["prefetch"]["median"] - spreads["compute"]["median"]
+        sides: dict[str, Side] = {
+            "compute": alone,
+            "pull_then_compute": one_after_the_other,
+            "prefetch": prefetched,
+        }
+        timings: dict[str, list[Timing]] = {name: [] for name in sides}
+        for _ in range(3):
+            for name, side in sides.items():
+                side_timings = [side(i) for i in range(steps // 3 + 2)]
+                timings[name] += side_timings[2:]
+                while handles:
+                    client.wait_for_prefetch(handles.pop())
+    compute_ms = spread(step_seconds(timings["compute"]))
+    pull_ms = spread(step_seconds(timings["pull_then_compute"]))
+    prefetch_ms = spread(step_seconds(timings["prefetch"]))
+    pull_alone_ms = pull_ms["median"] - compute_ms["median"]
+    wait_ms = prefetch_ms["median"] - compute_ms["median"]
     emit(
         {
             "benchmark": "service_prefetch",
             "ids": IDS,
             "dim": DIM,
-            **{f"{name}_ms": value for name, value in spreads.items()},
-            "share_of_the_pull_hidden": round(1 - waited / pull, 2),
+            "compute_ms": compute_ms,
+            "pull_then_compute_ms": pull_ms,
+            "prefetch_ms": prefetch_ms,
+            "share_of_the_pull_hidden": round(1 - wait_ms / pull_alone_ms, 2),
         }
     )
 
 
 def dlrm(steps: int) -> None:
-    """Compares training with the tables on one server with training with local tables,
-    in alternating runs.
+    """Compares training with the tables on one server with training with local tables.
+
+    Runs of both alternate.
     """
-    rounds, whole = max(1, steps // 20), SAMPLE.exists() and steps >= 20
-    flags = ["--data", str(SAMPLE)] if whole else ["--limit-rows", str(2000 * steps)]
+    has_sample = SAMPLE.exists() and steps >= 20
+    flags = ["--limit-rows", str(2000 * steps)]
+    if has_sample:
+        flags = ["--data", str(SAMPLE)]
     results: dict[str, list[dict[str, float]]] = {"local": [], "servers": []}
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        for _ in range(rounds):
-            for side, runs in results.items():
-                with servers(1) as (addresses, _):  # each run begins with empty tables
-                    command = [
-                        sys.executable,
-                        str(ROOT / "examples/dlrm/train.py"),
-                        *flags,
-                        "--no-log",
-                    ]
-                    command += ["--servers", addresses[0]] if side == "servers" else []
-                    environment = {
-                        name: value
-                        for name, value in os.environ.items()
-                        if name != "OMP_WAIT_POLICY"
-                    }
-                    run = [*command, "--json", str(result)]
-                    subprocess.run(
-                        run,
-                        check=True,
-                        env=environment,
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.DEVNULL,
-                    )
-                runs.append(json.loads(result.read_text()))
+    for _ in range(max(1, steps // 20)):
+        for side, runs in results.items():
+            with servers(1) as (addresses, _):  # each run begins with empty tables
+                server_flags = ["--servers", addresses[0]] if side == "servers" else []
+                runs.append(train_dlrm([*flags, *server_flags]))
     rates = {
         side: spread([run["train_samples_per_second"] for run in runs], 1)
         for side, runs in results.items()
     }
+    servers_over_local = rates["servers"]["median"] / rates["local"]["median"]
     emit(
         {
             "benchmark": "service_dlrm",
-            "data": "the Criteo sample" if whole else "generated rows",
+            "data": "the Criteo sample" if has_sample else "generated rows",
             "samples_per_second": rates,
-            "servers_over_local": round(
-                rates["servers"]["median"] / rates["local"]["median"], 3
-            ),
+            "servers_over_local": round(servers_over_local, 3),
             "test_auc": {side: runs[0]["test_auc"] for side, runs in results.items()},
         }
     )
+
+
+def train_dlrm(flags: Sequence[str]) -> dict[str, float]:
+    """Runs the DLRM example, and returns its result."""
+    environment = dict(os.environ)
+    environment.pop("OMP_WAIT_POLICY", None)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, str(ROOT / "examples/dlrm/train.py"), *flags]
+        command += ["--no-log", "--json", str(result)]
+        subprocess.run(
+            command,
+            check=True,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        figures: dict[str, float] = json.loads(result.read_text())
+    return figures
 
 
 def main() -> None:
@@ -727,11 +779,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=60)
-    parts: dict[str, Callable[[int], object]] = {
-        "throughput": lambda steps: [throughput(n, steps) for n in (1, 2)],
+    parts: dict[str, Callable[[int], None]] = {
+        "throughput": throughputs,
         "latency": latency,
         "saturation": saturation,
-        "beside": lambda steps: beside(steps // 10 + 1),
+        "beside": beside,
         "replicated": replicated,
         "clients": eight_clients,
         "prefetch": overlap,
@@ -744,11 +796,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.client:
         with connected([arguments.client], arguments.transport) as client:
-            (
-                large_client(client)
-                if arguments.reads == "large"
-                else pulling_client(client, int(arguments.reads))
-            )
+            if arguments.reads == "large":
+                run_large_client(client)
+            else:
+                run_pulling_client(client, int(arguments.reads))
         return
     for name in arguments.only.split(","):
         parts[name](arguments.steps)

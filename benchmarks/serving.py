@@ -1,5 +1,4 @@
-"""Measures served models: lookups, deltas, loading, publishing, and the way of a click
-to the served model.
+"""Measures served models: lookups, deltas, loads, publishing, predictions, and streams.
 
     python benchmarks/serving.py [--rows 200000,1000000,2000000,10000000] [--seconds 40]
 
@@ -46,11 +45,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import anonymous_bytes, clock, emit, interleave, redis_server, spread
+from measure import (
+    Side,
+    Timing,
+    anonymous_bytes,
+    clock,
+    emit,
+    interleave,
+    rates,
+    ratios,
+    redis_server,
+    spread,
+    step_seconds,
+)
 from torch import Tensor, nn
 
 from service import servers
@@ -76,13 +88,14 @@ from torchrec_recstore_serving.export.tables_on_servers import (
 from torchrec_recstore_serving.export.torchscript import scripted
 
 DIM = 16
-CHANGED = 10_000
+CHANGED = 10_000  # rows of a delta
 BATCH = 100_000
 SERVERS_BATCH = 50_000
-DELTAS, WARM_UP = 20, 3
-EVERY_S = 2.0
-RATE = 2000
-NEW = 1 << 40  # the id of the row that only click 0 has
+DELTAS = 20
+WARM_UP = 3  # deltas before those that are measured
+EVERY_S = 2.0  # between publications
+RATE = 2000  # clicks a second
+FIRST_CLICK_ID = 1 << 40  # Click 0 has this id, and each click has the next one.
 OPTIONS = TableOptions(initializer=UniformInit(-0.1, 0.1))
 FORMATS = {"float32": torch.float32, "int8": torch.int8}
 
@@ -111,14 +124,10 @@ def fill(table: Table, ids: Tensor) -> None:
         table.insert(part, torch.randn(len(part), DIM))
 
 
-def timed(
-    call: Callable[[Any], object], arguments: Sequence[Any]
-) -> Callable[[int], tuple[float]]:
-    """Returns a side for ``interleave`` that calls a function with one of the arguments
-    after the other.
-    """
+def timed(call: Callable[[Any], object], arguments: Sequence[Any]) -> Side:
+    """Returns a side that calls a function with one of the arguments after the other."""
 
-    def side(i: int) -> tuple[float]:
+    def side(i: int) -> Timing:
         begin = clock()
         result = call(arguments[i % len(arguments)])
         seconds = clock() - begin
@@ -126,6 +135,14 @@ def timed(
         return (seconds,)
 
     return side
+
+
+def million_a_second(timings: dict[str, list[Timing]], ids: int) -> dict[str, float]:
+    """Returns the median of the million ids a second of each side."""
+    return {
+        side: spread(rates(steps, ids), scale=1e-6)["median"]
+        for side, steps in timings.items()
+    }
 
 
 def lookups(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
@@ -146,31 +163,22 @@ def lookups(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
             "table": timed(table.lookup, batches),
         }
         timings = interleave(calls, steps, warm_up=8)
-        over = [
-            own[0] / other[0]
-            for own, other in zip(timings["table"], timings["served"], strict=True)
-        ]
-        rates = {
-            side: spread([BATCH / t[0] for t in times], scale=1e-6)
-            for side, times in timings.items()
-        }
+        speedups = ratios(timings["table"], timings["served"])
         emit(
             {
                 "benchmark": "serving_lookup",
                 "rows": len(ids),
                 "dim": DIM,
                 "format": name,
-                "million_ids_per_second": {
-                    side: rate["median"] for side, rate in rates.items()
-                },
-                "served_over_table": spread(over, scale=1),
+                "million_ids_per_second": million_a_second(timings, BATCH),
+                "served_over_table": spread(speedups, scale=1),
             }
         )
     torch.set_num_threads(threads)
 
 
 class Reader(threading.Thread):
-    """Reads a served model again and again, and keeps the seconds that each read takes."""
+    """Reads a served model again and again, and measures each read."""
 
     def __init__(self, served: Callable[[Tensor], object], ids: Tensor) -> None:
         super().__init__(daemon=True)
@@ -189,8 +197,9 @@ class Reader(threading.Thread):
             self.seconds.append(clock() - begin)
 
     def end(self) -> dict[str, float]:
-        """Stops, and returns the spread in milliseconds, without the first read of each
-        batch.
+        """Stops, and returns the spread of the reads in milliseconds.
+
+        The first read of each batch is left out.
         """
         self._ends.set()
         self.join()
@@ -198,21 +207,20 @@ class Reader(threading.Thread):
 
 
 def deltas(model: Rows, folder: Path, ids: Tensor) -> None:
-    """Makes deltas of 10,000 changed rows and applies them while a thread reads: at
-    once, and then one each second.
+    """Makes deltas of 10,000 changed rows, and applies them while a thread reads.
+
+    They are applied one after the other, and then one each second.
     """
     export_for_inference(model, folder / "base.pt", dtype=torch.int8, index="hash")
-    base, replica = (
-        torch.jit.load(folder / "base.pt"),
-        torch.jit.load(folder / "base.pt"),
-    )
-    made, applied = [], []
+    base = torch.jit.load(folder / "base.pt")
+    replica = torch.jit.load(folder / "base.pt")
+    make_seconds = []
     for number in range(WARM_UP + 2 * DELTAS):
         changed = ids[torch.randperm(len(ids))[:CHANGED]]
         model.train()(changed).sum().backward()
         begin = clock()
         info = export_delta(model, folder / f"{number}.delta", base=base)
-        made.append(clock() - begin)
+        make_seconds.append(clock() - begin)
         # an update may round to the same int8 row
         assert info.tables["t"].rows > 0.99 * CHANGED
         base.apply_delta(read_delta(info.path))
@@ -221,83 +229,76 @@ def deltas(model: Rows, folder: Path, ids: Tensor) -> None:
     reader = Reader(replica, ids)
     time.sleep(2.0)
     at_rest = reader.end()
-    tensors = [
+    pending = [
         read_delta(folder / f"{number}.delta")
         for number in range(WARM_UP, WARM_UP + 2 * DELTAS)
     ]
+    apply_seconds = []
     meanwhile = {}
     for pause_s in (0.0, 1.0):
         reader = Reader(replica, ids)
         for _ in range(DELTAS):
             begin = clock()
-            replica.apply_delta(tensors.pop(0))
-            applied.append(clock() - begin)
+            replica.apply_delta(pending.pop(0))
+            apply_seconds.append(clock() - begin)
             time.sleep(max(0.0, begin + pause_s - clock()))
         meanwhile[pause_s] = reader.end()
     assert replica.recstore_version() == base.recstore_version()
+    always_p99 = meanwhile[0.0]["p99"]
+    each_second_p99 = meanwhile[1.0]["p99"]
     emit(
         {
             "benchmark": "serving_delta",
             "rows": len(ids),
             "dim": DIM,
             "changed": CHANGED,
-            "make_ms": spread(made[WARM_UP:]),
-            "apply_ms": spread(applied),
+            "make_ms": spread(make_seconds[WARM_UP:]),
+            "apply_ms": spread(apply_seconds),
             "read_at_rest_ms": at_rest,
             "read_meanwhile_ms": meanwhile[0.0],
-            "p99_meanwhile_over_at_rest": round(
-                meanwhile[0.0]["p99"] / at_rest["p99"], 2
-            ),
+            "p99_meanwhile_over_at_rest": round(always_p99 / at_rest["p99"], 2),
             "p99_delta_each_second_over_at_rest": round(
-                meanwhile[1.0]["p99"] / at_rest["p99"], 2
+                each_second_p99 / at_rest["p99"], 2
             ),
         }
     )
 
 
 def mapped(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
-    """Compares a model whose rows are mapped with one whose rows are in memory: lookups
-    with one thread, and memory.
+    """Compares a model whose rows are mapped with one whose rows are in memory.
+
+    The lookups with one thread and the memory are compared.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     batches = [ids[torch.randint(0, len(ids), (BATCH,))] for _ in range(8)]
+    mapped_path = folder / "mapped.pt"
+    memory_path = folder / "memory.pt"
+    paths = {"mapped": mapped_path, "memory": memory_path}
     for name, dtype in FORMATS.items():
-        paths = {rows: folder / f"{rows}.pt" for rows in ("mapped", "memory")}
+        sides = {}
         for rows, path in paths.items():
             export_for_inference(model, path, dtype=dtype, index="hash", rows=rows)
-        served = {rows: torch.jit.load(path) for rows, path in paths.items()}
-        timings = interleave(
-            {rows: timed(each, batches) for rows, each in served.items()},
-            steps,
-            warm_up=40,
-        )
-        over = [
-            memory[0] / own[0]
-            for memory, own in zip(timings["memory"], timings["mapped"], strict=True)
-        ]
-        del served
+            sides[rows] = timed(torch.jit.load(path), batches)
+        timings = interleave(sides, steps, warm_up=40)
+        speedups = ratios(timings["memory"], timings["mapped"])
+        sides.clear()  # closes the models
         gc.collect()
-        bytes_of_rows = len(ids) * (8 + DIM * 4 if name == "float32" else 8 + DIM + 4)
+        row_bytes = DIM * 4 if name == "float32" else DIM + 4
+        rows_and_ids = len(ids) * (8 + row_bytes)
+        memory = loaded_bytes(memory_path, processes=1)["anonymous"]
+        mapped_memory = 2 * loaded_bytes(mapped_path, processes=2)["pss"]
         emit(
             {
                 "benchmark": "serving_mapped",
                 "rows": len(ids),
                 "dim": DIM,
                 "format": name,
-                "million_ids_per_second": {
-                    rows: spread([BATCH / t[0] for t in times], scale=1e-6)["median"]
-                    for rows, times in timings.items()
-                },
-                "mapped_over_memory": spread(over, scale=1),
-                "memory_over_rows_and_ids": round(
-                    loaded_bytes(paths["memory"], 1)["anonymous"] / bytes_of_rows, 3
-                ),
+                "million_ids_per_second": million_a_second(timings, BATCH),
+                "mapped_over_memory": spread(speedups, scale=1),
+                "memory_over_rows_and_ids": round(memory / rows_and_ids, 3),
                 "two_processes_over_file": round(
-                    2
-                    * loaded_bytes(paths["mapped"], 2)["pss"]
-                    / paths["mapped"].stat().st_size,
-                    3,
+                    mapped_memory / mapped_path.stat().st_size, 3
                 ),
             }
         )
@@ -305,123 +306,109 @@ def mapped(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
 
 
 def on_servers(ids: Tensor, steps: int) -> None:
-    """Compares a model whose rows are on a server of this host with one whose rows are
-    in memory, with one thread.
-    """
+    """Compares rows on a server of this host with rows in memory, with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     ids = ids[:1_000_000]
     with servers(1) as (addresses, _), RecStoreClient(addresses) as client:
-        place = ",".join(client.rows_addresses())
+        rows_addresses = ",".join(client.rows_addresses())
         for dim in (16, 64):
             name = f"t{dim}"
-            client.init_data(name, (len(ids), dim))
             rows = torch.randn(len(ids) + 1, dim)
-            for some, values in zip(
-                ids.split(100_000), rows[1:].split(100_000), strict=True
-            ):
-                client.push(name, some, values)
-            there = ServerTable(
-                name,
-                "float32",
-                TableOnServers(name, dim, torch.float32, place, False, True),
+            pushed_rows = rows[1:]
+            client.init_data(name, (len(ids), dim))
+            for part in torch.arange(len(ids)).split(100_000):
+                client.push(name, ids[part], pushed_rows[part])
+            tables = TableOnServers(
+                name, dim, torch.float32, rows_addresses, False, True
             )
-            here = scripted(
-                ServedTables([HashedTable(name, dim, "float32", ids, rows)])
-            )
-            remote = scripted(ServedTables([there]))
-
-            def lookup(
-                transport: str, name: str, served: Any
-            ) -> Callable[[int], tuple[float]]:
-                def side(_: int) -> tuple[float]:
-                    os.environ["RECSTORE_SHARED_MEMORY"] = (
-                        "0" if transport == "TCP" else "1"
-                    )
-                    # the other side has not read these rows
-                    some = ids[torch.randint(0, len(ids), (SERVERS_BATCH,))]
-                    begin = clock()
-                    found = served.lookup(name, some)
-                    seconds = clock() - begin
-                    del found
-                    return (seconds,)
-
-                return side
-
-            sides = {"memory": here, "shared memory": remote, "TCP": remote}
-            timings = interleave(
-                {
-                    transport: lookup(transport, name, each)
-                    for transport, each in sides.items()
-                },
-                steps,
-                warm_up=8,
-            )
+            remote = scripted(ServedTables([ServerTable(name, "float32", tables)]))
+            local_table = HashedTable(name, dim, "float32", ids, rows)
+            local = scripted(ServedTables([local_table]))
+            sides = {
+                "memory": served_lookup(local, name, ids, "memory"),
+                "shared memory": served_lookup(remote, name, ids, "shared memory"),
+                "TCP": served_lookup(remote, name, ids, "TCP"),
+            }
+            timings = interleave(sides, steps, warm_up=8)
+            speedups = {
+                transport: spread(ratios(timings["memory"], timings[transport]), 1)
+                for transport in ("shared memory", "TCP")
+            }
             emit(
                 {
                     "benchmark": "serving_servers",
                     "rows": len(ids),
                     "dim": dim,
                     "ids": SERVERS_BATCH,
-                    "million_ids_per_second": {
-                        transport: spread(
-                            [SERVERS_BATCH / t[0] for t in times], scale=1e-6
-                        )["median"]
-                        for transport, times in timings.items()
-                    },
-                    "servers_over_memory": {
-                        transport: spread(
-                            [
-                                a[0] / b[0]
-                                for a, b in zip(
-                                    timings["memory"], timings[transport], strict=True
-                                )
-                            ],
-                            1,
-                        )
-                        for transport in ("shared memory", "TCP")
-                    },
+                    "million_ids_per_second": million_a_second(timings, SERVERS_BATCH),
+                    "servers_over_memory": speedups,
                 }
             )
     torch.set_num_threads(threads)
 
 
+def served_lookup(served: Any, name: str, ids: Tensor, transport: str) -> Side:
+    """Returns a side that looks up random ids by a transport."""
+
+    def side(_: int) -> Timing:
+        os.environ["RECSTORE_SHARED_MEMORY"] = "0" if transport == "TCP" else "1"
+        # the other sides have not read these rows
+        batch = ids[torch.randint(0, len(ids), (SERVERS_BATCH,))]
+        begin = clock()
+        rows = served.lookup(name, batch)
+        seconds = clock() - begin
+        del rows
+        return (seconds,)
+
+    return side
+
+
 def loaded_bytes(path: Path, processes: int) -> dict[str, int]:
-    """Loads a model in processes at the same time; returns the own memory of one of
-    them, and its share of the file.
+    """Loads a model in several processes at the same time.
+
+    Returns:
+        ``anonymous``, the memory of one of them without the file, and ``pss``, its
+        share of the file, in bytes.
     """
     command = [sys.executable, __file__, "--folder", str(path), "--part", "loaded"]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    parts = [subprocess.Popen(command, **pipes) for _ in range(processes)]
-    lines = [part.stdout.readline() for part in parts if part.stdout is not None]
-    answer = parts[0].communicate("go\n")[0] if len(lines) == processes else ""
-    for part in parts[1:]:
-        part.communicate("go\n")
-    found: dict[str, int] = json.loads(answer)
-    return found
+    parts = []
+    for _ in range(processes):
+        part = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        parts.append(part)
+    for part in parts:
+        assert part.stdout is not None
+        part.stdout.readline()  # The model is loaded.
+    replies = [part.communicate("go\n")[0] for part in parts]
+    memory: dict[str, int] = json.loads(replies[0])
+    return memory
 
 
 def print_loaded(path: Path) -> None:
-    """Loads a model and reads all of its rows, waits for a line, and prints the memory
-    that the model takes.
+    """Loads a model, reads all of its rows, and prints the memory that it takes.
+
+    The memory is measured when a line arrives, so that other processes have the model
+    too.
     """
     load_library()
-    before = anonymous_bytes()
+    bytes_before = anonymous_bytes()
     served = torch.jit.load(path)
     served.verify()
     time.sleep(5)  # A thread moves the rows to huge pages.
-    own = anonymous_bytes() - before
+    model_bytes = anonymous_bytes() - bytes_before
     print("loaded", flush=True)
     sys.stdin.readline()
+    shared_bytes = 0
     smaps = Path("/proc/self/smaps").read_text().splitlines()
-    starts = [number for number, line in enumerate(smaps) if line.endswith(str(path))]
-    pss = sum(
-        int(line.split()[1]) << 10
-        for n in starts
-        for line in smaps[n : n + 8]
-        if line.startswith("Pss:")
-    )
-    print(json.dumps({"anonymous": own, "pss": pss}), flush=True)
+    for number, line in enumerate(smaps):
+        if line.endswith(str(path)):  # the lines of a mapping follow
+            shares = [
+                line for line in smaps[number : number + 8] if line.startswith("Pss:")
+            ]
+            shared_bytes += sum(int(share.split()[1]) << 10 for share in shares)
+    print(json.dumps({"anonymous": model_bytes, "pss": shared_bytes}), flush=True)
 
 
 def load(model: Rows, folder: Path, rows: int, steps: int) -> None:
@@ -435,21 +422,17 @@ def load(model: Rows, folder: Path, rows: int, steps: int) -> None:
             "read": timed(Path.read_bytes, [path]),
         }
         timings = interleave(sides, steps, warm_up=1)
-        over = [
-            one[0] / other[0]
-            for one, other in zip(timings["load"], timings["read"], strict=True)
-        ]
         emit(
             {
                 "benchmark": "serving_load",
                 "rows": rows,
                 "format": name,
                 "bytes": path.stat().st_size,
-                **{
-                    f"{side}_ms": spread([t[0] for t in times])
-                    for side, times in timings.items()
-                },
-                "load_over_read": spread(over, scale=1),
+                "load_ms": spread(step_seconds(timings["load"])),
+                "read_ms": spread(step_seconds(timings["read"])),
+                "load_over_read": spread(
+                    ratios(timings["load"], timings["read"]), scale=1
+                ),
             }
         )
 
@@ -471,27 +454,25 @@ class Clicks(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, bags, L) -> (B, 1): the log odds."""
-        out: Tensor = self.over(
-            torch.cat(
-                [bag(ids[:, number]) for number, bag in enumerate(self.bags)], dim=1
-            )
-        )
-        return out
+        pooled = [bag(ids[:, number]) for number, bag in enumerate(self.bags)]
+        logits: Tensor = self.over(torch.cat(pooled, dim=1))
+        return logits
 
 
 def train_step(model: Clicks, dense: torch.optim.Optimizer, ids: Tensor) -> None:
     """Trains on a batch, (B, bags, L), whose labels follow from the ids."""
     labels = (ids[:, 0, 1:2] % 3 == 0).float()
-    nn.functional.binary_cross_entropy_with_logits(
-        model.train()(ids), labels
-    ).backward()
+    logits = model.train()(ids)
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+    loss.backward()
     dense.step()
     dense.zero_grad()
 
 
 def publisher(folder: Path, seconds: float) -> None:
-    """Compares training steps with a publisher and without it, in turns that begin and
-    end without a pending write.
+    """Compares training steps with a publisher and without it.
+
+    The sides alternate. Each begins and ends without a pending write.
     """
     torch.manual_seed(0)
     model = Clicks()
@@ -506,42 +487,42 @@ def publisher(folder: Path, seconds: float) -> None:
         return clock() - begin
 
     train(64, lambda: None)
-    pace = train(64, lambda: None) / 64
-    steps = max(10, math.ceil(seconds / 6 / pace))
-    timings: dict[str, list[float]] = {"alone": [], "with": []}
-    with DeltaPublisher(model, folder / "published", every_s=EVERY_S) as publishing:
-        publishing.step()
-        publishing._writer.wait()  # type: ignore[union-attr]
+    step_s = train(64, lambda: None) / 64
+    steps = max(10, math.ceil(seconds / 6 / step_s))
+    alone: list[Timing] = []
+    publishing: list[Timing] = []
+    with DeltaPublisher(
+        model, folder / "published", every_s=EVERY_S
+    ) as delta_publisher:
+        delta_publisher.step()
+        delta_publisher._writer.wait()  # type: ignore[union-attr]
         for _ in range(3):
-            timings["alone"].append(train(steps, lambda: None) / steps)
+            alone.append((train(steps, lambda: None) / steps,))
             begin = clock()
-            train(steps, publishing.step)
-            publishing._writer.wait()  # type: ignore[union-attr]
-            timings["with"].append((clock() - begin) / steps)
-        number = publishing._writer._number  # type: ignore[union-attr]
-    over = [
-        one / other
-        for one, other in zip(timings["with"], timings["alone"], strict=True)
-    ]
+            train(steps, delta_publisher.step)
+            delta_publisher._writer.wait()  # type: ignore[union-attr]
+            publishing.append(((clock() - begin) / steps,))
+        publications = delta_publisher._writer._number  # type: ignore[union-attr]
+    alone_s = statistics.median(step_seconds(alone))
+    publishing_s = statistics.median(step_seconds(publishing))
     emit(
         {
             "benchmark": "serving_publisher",
             "every_s": EVERY_S,
             "batch": 1024,
             "steps": steps,
-            "publications": number,
-            **{
-                f"{side}_ms": round(statistics.median(times) * 1e3, 3)
-                for side, times in timings.items()
-            },
-            "with_over_alone": spread(over, scale=1),
+            "publications": publications,
+            "alone_ms": round(alone_s * 1e3, 3),
+            "with_ms": round(publishing_s * 1e3, 3),
+            "with_over_alone": spread(ratios(publishing, alone), scale=1),
         }
     )
 
 
 def bare_server(folder: Path) -> None:
-    """Serves the published model by the library of ``recstore follow``, until the
-    process is ended.
+    """Serves the published model by the library of ``recstore follow`` alone.
+
+    It serves until the process is ended.
     """
     import asyncio
 
@@ -555,9 +536,10 @@ def bare_server(folder: Path) -> None:
         class Predict(RequestHandler):
             def post(self) -> None:
                 """See tornado."""
-                ids = torch.tensor(json.loads(self.request.body)["arguments"]["ids"])
+                arguments = json.loads(self.request.body)["arguments"]
                 with torch.inference_mode():
-                    self.finish({"outputs": {"output": model(ids).tolist()}})
+                    output = model(torch.tensor(arguments["ids"]))
+                self.finish({"outputs": {"output": output.tolist()}})
 
         async def serve() -> None:
             application = Application(
@@ -572,86 +554,65 @@ def bare_server(folder: Path) -> None:
 
 
 def predictions(folder: Path, steps: int) -> None:
-    """Compares a kept connection to ``recstore follow`` with one to a bare server of
-    the same library.
+    """Compares a kept connection to ``recstore follow`` with one to a bare server.
+
+    Both servers have the same library.
     """
     torch.manual_seed(0)
-    model, folder = Clicks(), folder / "http"
+    model = Clicks()
+    folder = folder / "http"
+    published = folder / "published"
     model((torch.rand(1024, 8, 2) * 10_000).long()).sum().backward()
-    with DeltaPublisher(model.eval(), folder / "published", every_s=0) as publishing:
-        publishing.step()
-    arguments = [
-        "follow",
-        str(folder / "published"),
-        "--listen",
-        "127.0.0.1:0",
-        "--http",
-        "127.0.0.1:0",
-        "--json",
-    ]
-    commands = {
-        "follow": [sys.executable, "-m", "torchrec_recstore.cli", *arguments],
-        "bare": [sys.executable, __file__, "--folder", str(folder), "--part", "bare"],
-    }
-    parts = {
-        name: subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        for name, command in commands.items()
-    }
-    bodies = [
-        json.dumps(
-            {"arguments": {"ids": (torch.rand(1, 8, 2) * 10_000).long().tolist()}}
-        )
-        for _ in range(64)
-    ]
+    with DeltaPublisher(model.eval(), published, every_s=0) as delta_publisher:
+        delta_publisher.step()
+    follow_command = [sys.executable, "-m", "torchrec_recstore.cli", "follow"]
+    follow_command += [str(published), "--listen", "127.0.0.1:0"]
+    follow_command += ["--http", "127.0.0.1:0", "--json"]
+    bare_command = [sys.executable, __file__, "--folder", str(folder), "--part", "bare"]
+    bodies = []
+    for _ in range(64):
+        ids = (torch.rand(1, 8, 2) * 10_000).long()
+        bodies.append(json.dumps({"arguments": {"ids": ids.tolist()}}))
+    following = subprocess.Popen(follow_command, stdout=subprocess.PIPE, text=True)
+    bare = subprocess.Popen(bare_command, stdout=subprocess.PIPE, text=True)
     try:
-        lines = {
-            name: part.stdout.readline()
-            for name, part in parts.items()
-            if part.stdout is not None
-        }
-        addresses = {
-            "follow": json.loads(lines["follow"])["http"],
-            "bare": lines["bare"].strip(),
-        }
-        connections = {
-            name: http.client.HTTPConnection(address)
-            for name, address in addresses.items()
-        }
-
-        def asked(connection: http.client.HTTPConnection, body: str) -> int:
-            connection.request("POST", "/predict", body)
-            reply = connection.getresponse()
-            reply.read()
-            return reply.status
-
-        while asked(connections["follow"], bodies[0]) != 200:
+        assert following.stdout is not None
+        assert bare.stdout is not None
+        follow_address = json.loads(following.stdout.readline())["http"]
+        bare_address = bare.stdout.readline().strip()
+        follow_connection = http.client.HTTPConnection(follow_address)
+        bare_connection = http.client.HTTPConnection(bare_address)
+        while predict(follow_connection, bodies[0]) != 200:
             time.sleep(0.1)
         sides = {
-            name: timed(
-                lambda body, connection=connection: asked(connection, body), bodies
-            )  # type: ignore[misc]
-            for name, connection in connections.items()
+            "follow": timed(partial(predict, follow_connection), bodies),
+            "bare": timed(partial(predict, bare_connection), bodies),
         }
-        timings = {
-            name: [t[0] for t in times]
-            for name, times in interleave(sides, steps, warm_up=500).items()
-        }
+        timings = interleave(sides, steps, warm_up=500)
     finally:
-        for part in parts.values():
-            part.terminate()
-            part.wait()
+        for server in (following, bare):
+            server.terminate()
+            server.wait()
+    follow_s = step_seconds(timings["follow"])
+    bare_s = step_seconds(timings["bare"])
+    p50_over_bare = statistics.median(follow_s) / statistics.median(bare_s)
     emit(
         {
             "benchmark": "serving_http",
             "requests": steps,
-            **{f"{name}_ms": spread(times) for name, times in timings.items()},
-            "p50_over_bare": round(
-                statistics.median(timings["follow"])
-                / statistics.median(timings["bare"]),
-                3,
-            ),
+            "follow_ms": spread(follow_s),
+            "bare_ms": spread(bare_s),
+            "p50_over_bare": round(p50_over_bare, 3),
         }
     )
+
+
+def predict(connection: http.client.HTTPConnection, body: str) -> int:
+    """Asks for a prediction, and returns the status."""
+    connection.request("POST", "/predict", body)
+    response = connection.getresponse()
+    response.read()
+    return response.status
 
 
 def generate(url: str, seconds: float) -> None:
@@ -662,51 +623,58 @@ def generate(url: str, seconds: float) -> None:
     import redis
 
     client = redis.Redis.from_url(url)
-    begin, number = clock(), 0
-    while (now := clock() - begin) < seconds:
-        due = int(now * RATE)
-        ids = (torch.rand(max(0, due - number), 8) ** 4 * 200_000).long()
-        ids[:, 0] = torch.arange(number, due) + NEW
+    written = 0
+    begin = clock()
+    seconds_passed = 0.0
+    while seconds_passed < seconds:
+        due = int(seconds_passed * RATE)
+        ids = (torch.rand(max(0, due - written), 8) ** 4 * 200_000).long()
+        ids[:, 0] = torch.arange(written, due) + FIRST_CLICK_ID
         with client.pipeline(transaction=False) as pipe:
             for click in ids:
                 pipe.xadd("clicks", {"ids": click.numpy().tobytes()})
             pipe.execute()
-        number = due
+        written = due
         time.sleep(0.02)
+        seconds_passed = clock() - begin
 
 
 def train_on_stream(url: str, folder: Path) -> None:
-    """Trains on the clicks of the stream in their order, and publishes, until the
-    process is ended.
+    """Trains on the clicks of the stream in their order, and publishes.
+
+    It trains until the process is ended.
     """
     import redis
 
     torch.set_num_threads(1)
     model = Clicks(bags=1)
     dense = torch.optim.SGD(model.over.parameters(), lr=0.01)
-    client, last = redis.Redis.from_url(url), b"0"
-    with DeltaPublisher(model, folder / "published", every_s=EVERY_S) as publishing:
+    client = redis.Redis.from_url(url)
+    last = b"0"
+    with DeltaPublisher(
+        model, folder / "published", every_s=EVERY_S
+    ) as delta_publisher:
         while True:
-            publishing.step()
-            found = client.xread({"clicks": last}, count=256, block=100)
-            if found:
-                entries = found[0][1]
-                last = entries[-1][0]
-                ids = torch.frombuffer(
-                    bytearray(b"".join(of[b"ids"] for _, of in entries)),
-                    dtype=torch.int64,
-                )
+            delta_publisher.step()
+            streams = client.xread({"clicks": last}, count=256, block=100)
+            if streams:
+                _, entries = streams[0]
+                last, _ = entries[-1]
+                content = b"".join(fields[b"ids"] for _, fields in entries)
+                ids = torch.frombuffer(bytearray(content), dtype=torch.int64)
                 train_step(model, dense, ids.view(-1, 1, 8))
 
 
 def follow_stream(url: str, folder: Path, seconds: float) -> None:
-    """Follows the model, and prints for each click after how many seconds its row was
-    served.
+    """Follows the model, and prints how long it takes until the clicks are served.
+
+    Each number is that of the seconds until the row of a click is served.
     """
     import redis
 
-    client, last = redis.Redis.from_url(url), b"0"
-    written: list[int] = []  # the time of each click in milliseconds since 1970
+    client = redis.Redis.from_url(url)
+    last = b"0"
+    written_ms: list[int] = []  # the time of each click in milliseconds since 1970
     ages: list[float] = []  # of the clicks whose row is served, in their order
     version: str | None = None
     with follow(folder / "published", every_s=0.1) as follower:
@@ -714,26 +682,28 @@ def follow_stream(url: str, folder: Path, seconds: float) -> None:
         begin = clock()
         while clock() - begin < seconds:
             served = follower.model
-            now = time.time() * 1e3
-            found = client.xread({"clicks": last}, count=100_000)
-            if found:
-                entries = found[0][1]
-                last = entries[-1][0]
-                written += [int(key.partition(b"-")[0]) for key, _ in entries]
+            now_ms = time.time() * 1e3
+            streams = client.xread({"clicks": last}, count=100_000)
+            if streams:
+                _, entries = streams[0]
+                last, _ = entries[-1]
+                for entry_id, _ in entries:
+                    written_ms.append(int(entry_id.partition(b"-")[0]))
             if served.recstore_version() != version:
                 version = served.recstore_version()
-                waiting = torch.arange(len(ages), len(written)) + NEW
-                known = int(served.recstore_rows_of("t0", waiting)[1].sum())
-                ages += [
-                    (now - written[number]) / 1e3
-                    for number in range(len(ages), len(ages) + known)
-                ]
+                waiting = torch.arange(len(ages), len(written_ms)) + FIRST_CLICK_ID
+                _, has_row = served.recstore_rows_of("t0", waiting)
+                newly_served = int(has_row.sum())
+                for click_ms in written_ms[len(ages) : len(ages) + newly_served]:
+                    ages.append((now_ms - click_ms) / 1e3)
             time.sleep(0.01)
-    print(json.dumps({"ages": ages, "clicks": len(written)}), flush=True)
+    print(json.dumps({"ages": ages, "clicks": len(written_ms)}), flush=True)
 
 
 def stream(folder: Path, seconds: float) -> None:
-    """Measures the time from a click's entry on a Redis stream until a follower serves
+    """Measures the time from a click to its row in the served model.
+
+    It begins with the click's entry on a Redis stream, and ends when a follower serves
     the row of the click.
     """
     parts: list[subprocess.Popen[str]] = []
@@ -741,32 +711,26 @@ def stream(folder: Path, seconds: float) -> None:
         if url is None:
             print("serving_stream needs redis-server", file=sys.stderr)
             return
+        command = [sys.executable, __file__, "--url", url, "--folder", str(folder)]
+        command += ["--seconds", str(seconds), "--part"]
         try:
-            arguments = [
-                sys.executable,
-                __file__,
-                "--url",
-                url,
-                "--folder",
-                str(folder),
-            ]
-            arguments += ["--seconds", str(seconds), "--part"]
-            for part in ("trainer", "follower"):
-                parts.append(
-                    subprocess.Popen(
-                        [*arguments, part], stdout=subprocess.PIPE, text=True
-                    )
-                )
-            follower = parts[-1]
+            trainer = subprocess.Popen(
+                [*command, "trainer"], stdout=subprocess.PIPE, text=True
+            )
+            parts.append(trainer)
+            follower = subprocess.Popen(
+                [*command, "follower"], stdout=subprocess.PIPE, text=True
+            )
+            parts.append(follower)
             assert follower.stdout is not None
             if follower.stdout.readline() != "ready\n":
                 raise RuntimeError("serving_stream: the follower has found no model")
-            parts.append(subprocess.Popen([*arguments, "generator"]))
+            parts.append(subprocess.Popen([*command, "generator"]))
             line = follower.stdout.readline()
         finally:
-            for process in parts:
-                process.terminate()
-                process.wait()
+            for part in parts:
+                part.terminate()
+                part.wait()
     result = json.loads(line)
     emit(
         {
@@ -780,13 +744,18 @@ def stream(folder: Path, seconds: float) -> None:
     )
 
 
-PARTS = {"generator": lambda a: generate(a.url, a.seconds)}
-PARTS["loaded"] = lambda a: print_loaded(Path(a.folder))
-PARTS["bare"] = lambda a: bare_server(Path(a.folder))
-PARTS["trainer"] = lambda a: train_on_stream(a.url, Path(a.folder))
-PARTS["follower"] = lambda a: follow_stream(
-    a.url, Path(a.folder), a.seconds + 5 * EVERY_S
-)
+def run_part(part: str, url: str, folder: Path, seconds: float) -> None:
+    """Runs a part in this process, which a measurement has started."""
+    if part == "generator":
+        generate(url, seconds)
+    elif part == "trainer":
+        train_on_stream(url, folder)
+    elif part == "follower":
+        follow_stream(url, folder, seconds + 5 * EVERY_S)
+    elif part == "loaded":
+        print_loaded(folder)
+    elif part == "bare":
+        bare_server(folder)
 
 
 def main() -> None:
@@ -808,14 +777,16 @@ def main() -> None:
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     arguments: Any = parser.parse_args()
     if arguments.part:
-        PARTS[arguments.part](arguments)
+        folder = Path(arguments.folder)
+        run_part(arguments.part, arguments.url, folder, arguments.seconds)
         return
     load_library()
     sizes = [int(rows) for rows in arguments.rows.split(",")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for rows in sizes:
-            model, ids = Rows(), ids_of(rows)
+            model = Rows()
+            ids = ids_of(rows)
             fill(model.table.table, ids)
             if rows != 1_000_000 or len(sizes) == 1:
                 lookups(model, folder, ids, arguments.steps)

@@ -1,9 +1,9 @@
-"""Runs everything together for hours, and measures whether memory, files or threads of
-a process grow.
+"""Runs everything together for hours, and measures whether a process grows.
 
     make soak HOURS=2
     python benchmarks/soak.py run runs/soak --hours 2
-    python benchmarks/soak.py report runs/soak      # judges and draws the samples that a run has written so far
+    # judges and draws the samples that a run has written so far
+    python benchmarks/soak.py report runs/soak
 
 A soak runs these processes, and kills some of them in the first 55 % of the time, at
 moments that ``--seed`` tells:
@@ -81,15 +81,17 @@ VICTIMS = (
     "generator",
 )
 """The processes that are killed, in this order and again from the first one."""
-KILLS_FROM, KILLS_UNTIL = 0.04, 0.55
+FIRST_KILL = 0.04
+LAST_KILL = 0.55
 """The shares of the time between which processes are killed.
 
 A trainer that is killed first is killed early.
 """
 TICK_S = 0.5
 START_S = 300.0
-"""The longest time in seconds until the online example has trained on its history and
-answers.
+"""The longest time in seconds until the online example answers.
+
+It then has trained on its history.
 """
 END_S = 300.0
 """The longest time in seconds that a process may take to end by itself."""
@@ -136,19 +138,12 @@ class Soak:
         with self._stack:
             self._start_lease()
             self._start_servers()
-            online = ROOT / "examples" / "online" / "run.py"
-            flags = [
-                "--seconds",
-                str(round(self._seconds)),
-                "--rate",
-                str(rate),
-                "--seed",
-                str(seed),
-            ]
-            self._run(
-                "supervisor",
-                [sys.executable, str(online), "--folder", str(self.online), *flags],
-            )
+            command = [sys.executable, str(ROOT / "examples" / "online" / "run.py")]
+            command += ["--folder", str(self.online)]
+            command += ["--seconds", str(round(self._seconds))]
+            command += ["--rate", str(rate)]
+            command += ["--seed", str(seed)]
+            self._run("supervisor", command)
             self._stack = self._stack.pop_all()
 
     def __enter__(self) -> Soak:
@@ -172,11 +167,11 @@ class Soak:
         for name in CLIENTS:
             self._run(name, client_command(name, self.folder))
         supervisor = self._parts["supervisor"]
-        most_s = 2 * self._seconds + START_S
+        limit_s = 2 * self._seconds + START_S
         while supervisor.runs:
             self._tick()
-            if self._second() > most_s:
-                raise SoakError(f"the online example has not ended after {most_s:g} s")
+            if self._second() > limit_s:
+                raise SoakError(f"the online example has not ended after {limit_s:g} s")
         if not supervisor.has_ended:
             raise SoakError(
                 f"the online example has failed, see {self.folder / 'supervisor.log'}"
@@ -208,67 +203,35 @@ class Soak:
         lease = self.folder / "lease"
         lease.mkdir()
         self._lease_port = free_port()
-        durable = [
-            "--appendonly",
-            "yes",
-            "--save",
-            "",
-            "--maxmemory-policy",
-            "noeviction",
-        ]
-        where = [
-            "--port",
-            str(self._lease_port),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(lease),
-        ]
-        self._run("lease", [REDIS, *where, *durable])
+        command = [REDIS]
+        command += ["--port", str(self._lease_port)]
+        command += ["--bind", "127.0.0.1"]
+        command += ["--dir", str(lease)]
+        command += ["--appendonly", "yes"]
+        command += ["--save", ""]
+        command += ["--maxmemory-policy", "noeviction"]
+        self._run("lease", command)
         self._addresses = {name: f"127.0.0.1:{free_port()}" for name in SERVERS}
+        server = self._addresses["server"]
         pair = f"{self._addresses['pair-0']}/{self._addresses['pair-1']}"
-        self._sets = {
-            "pair-0": pair,
-            "pair-1": pair,
-            "server": self._addresses["server"],
-        }
-        (self.folder / "servers").write_text(f"{pair}\n{self._addresses['server']}\n")
+        # the servers that each server is started with, itself included
+        self._sets = {"pair-0": pair, "pair-1": pair, "server": server}
+        (self.folder / "servers").write_text(f"{pair}\n{server}\n")
 
     def _start_servers(self) -> None:
-        replicate = [
-            "--replicate",
-            "soak",
-            "--lease",
-            f"redis://127.0.0.1:{self._lease_port}/0",
-        ]
-        bounded = [
-            "--max-rows",
-            "2000",
-            "--cold-store",
-            str(self.folder / "server-cold"),
-        ]
         for name, address in self._addresses.items():
-            command = [
-                sys.executable,
-                "-m",
-                "torchrec_recstore.cli",
-                "serve",
-                "--listen",
-                address,
-            ]
-            command += [
-                "--data",
-                str(self.folder / name),
-                *(bounded if name == "server" else replicate),
-            ]
-            command += [
-                "--save-every",
-                "60",
-                "--keep",
-                "2",
-                "--servers",
-                self._sets[name],
-            ]
+            command = [sys.executable, "-m", "torchrec_recstore.cli", "serve"]
+            command += ["--listen", address]
+            command += ["--data", str(self.folder / name)]
+            if name == "server":
+                command += ["--max-rows", "2000"]
+                command += ["--cold-store", str(self.folder / "server-cold")]
+            else:
+                command += ["--replicate", "soak"]
+                command += ["--lease", f"redis://127.0.0.1:{self._lease_port}/0"]
+            command += ["--save-every", "60"]
+            command += ["--keep", "2"]
+            command += ["--servers", self._sets[name]]
             self._run(name, command)
 
     def _wait_for_clicks(self) -> None:
@@ -323,13 +286,13 @@ class Soak:
         (self.folder / "kills.json").write_text(json.dumps(self.kills))
 
     def _sample(self) -> None:
-        now = [
+        samples = [
             sample_of(name, pid, self._second()) for name, pid in self._pids().items()
         ]
-        new = [sample for sample in now if sample is not None]
         with (self.folder / "samples.jsonl").open("a") as file:
-            for sample in new:
-                print(json.dumps(asdict(sample)), file=file)
+            for sample in samples:
+                if sample is not None:
+                    print(json.dumps(asdict(sample)), file=file)
         with (self.folder / "loads").open("a") as file:
             print(os.getloadavg()[0], file=file)
 
@@ -367,30 +330,26 @@ def kill_moments(seconds: float, kills: int, seed: int) -> list[tuple[float, str
     process that was killed has started again before the next one is killed, if the run
     is not too short.
     """
-    moments = random.Random(seed)
-    slot = (KILLS_UNTIL - KILLS_FROM) * seconds / max(kills, 1)
-    return [
-        (
-            KILLS_FROM * seconds + slot * (number + 0.75 * moments.random()),
-            VICTIMS[number % len(VICTIMS)],
-        )
-        for number in range(kills)
-    ]
+    generator = random.Random(seed)
+    slot_s = (LAST_KILL - FIRST_KILL) * seconds / max(kills, 1)
+    moments = []
+    for number in range(kills):
+        slots = number + 0.75 * generator.random()
+        moment = FIRST_KILL * seconds + slot_s * slots
+        moments.append((moment, VICTIMS[number % len(VICTIMS)]))
+    return moments
 
 
 def client_command(name: str, folder: Path) -> list[str]:
     """Returns the command of a client of soak_clients.py."""
-    return [
-        sys.executable,
-        str(Path(__file__).with_name("soak_clients.py")),
-        name,
-        str(folder),
-    ]
+    script = Path(__file__).with_name("soak_clients.py")
+    return [sys.executable, str(script), name, str(folder)]
 
 
 def compare_online(folder: Path) -> bool:
-    """Returns whether the online model is that of a run which reads the same clicks at
-    once, without a server.
+    """Returns whether the online model is that of an undisturbed run.
+
+    The undisturbed run reads the same clicks at once, without a server.
 
     Args:
         folder: The folder of the online example. The other run gets the folder beside
@@ -406,37 +365,39 @@ def compare_online(folder: Path) -> bool:
     undisturbed.folder.mkdir()
     undisturbed.write()
     for role in ("generator", "trainer"):
-        command = [
-            sys.executable,
-            str(ROOT / "examples" / "online" / "worker.py"),
-            role,
-            str(undisturbed.folder),
-        ]
         say(f"the {role} of the undisturbed run")
-        worker = Process(role, command, undisturbed.folder / f"{role}.log", 0)
-        while worker.runs:
-            time.sleep(TICK_S)
-        if not worker.has_ended:
-            raise SoakError(
-                f"the undisturbed {role} has failed, see {undisturbed.folder}"
-            )
-    newest = [
-        max(settings.checkpoints.glob("step-*")) for settings in (undisturbed, soaked)
-    ]
-    first, second = (read_chain(path) for path in newest)
-    difference = compare_chains(first, second)
-    equal = all(part.equal for part in (*difference.tables.values(), difference.dense))
-    versions = [
-        json.loads((settings.folder / "trainer.json").read_text())["final_version"]
-        for settings in (undisturbed, soaked)
-    ]
+        _run_worker(role, undisturbed.folder)
+    undisturbed_checkpoint = max(undisturbed.checkpoints.glob("step-*"))
+    soaked_checkpoint = max(soaked.checkpoints.glob("step-*"))
+    difference = compare_chains(
+        read_chain(undisturbed_checkpoint), read_chain(soaked_checkpoint)
+    )
+    parts = [*difference.tables.values(), difference.dense]
     state = json.loads((folder / STATE).read_text())
+    served_version = state["served_version"]
     return (
-        equal
-        and newest[0].name == newest[1].name
-        and versions[0] == versions[1] == state["served_version"]
+        all(part.equal for part in parts)
+        and undisturbed_checkpoint.name == soaked_checkpoint.name
+        and _final_version(undisturbed.folder) == served_version
+        and _final_version(soaked.folder) == served_version
         and state["status"] == FINISHED
     )
+
+
+def _run_worker(role: str, folder: Path) -> None:
+    """Runs the trainer or the generator of an online run to its end."""
+    worker = ROOT / "examples" / "online" / "worker.py"
+    command = [sys.executable, str(worker), role, str(folder)]
+    process = Process(role, command, folder / f"{role}.log", 0)
+    while process.runs:
+        time.sleep(TICK_S)
+    if not process.has_ended:
+        raise SoakError(f"the undisturbed {role} has failed, see {folder}")
+
+
+def _final_version(folder: Path) -> Any:
+    """Returns the version of the full export at the end of an online run."""
+    return json.loads((folder / "trainer.json").read_text())["final_version"]
 
 
 def read_samples(folder: Path) -> list[Sample]:
@@ -447,13 +408,13 @@ def read_samples(folder: Path) -> list[Sample]:
 
 def cores(samples: Sequence[Sample]) -> float:
     """Returns the processor time of all processes over the time of the run, in cores."""
-    most: dict[tuple[str, int], float] = {}
-    least: dict[tuple[str, int], float] = {}
+    first_s: dict[tuple[str, int], float] = {}
+    last_s: dict[tuple[str, int], float] = {}
     for sample in samples:
-        key = (sample.process, sample.pid)
-        most[key] = sample.processor_s
-        least.setdefault(key, sample.processor_s)
-    used_s = sum(most[key] - least[key] for key in most)
+        process = (sample.process, sample.pid)
+        first_s.setdefault(process, sample.processor_s)
+        last_s[process] = sample.processor_s
+    used_s = sum(last_s[process] - first_s[process] for process in last_s)
     seconds = [sample.second for sample in samples]
     return used_s / max(max(seconds) - min(seconds), 1.0)
 
@@ -464,74 +425,82 @@ def print_judgements(judgements: Sequence[Judgement]) -> None:
     from rich.table import Table
 
     table = Table(title="after the warm-up -> at the end; slopes in MB an hour")
-    slopes = ("first half", "last half", "last quarter", "shmem, last half")
+    table.add_column("process")
     for title in (
-        "process",
         "starts",
         "RSS, MB",
         "RssAnon, MB",
-        *slopes,
+        "first half",
+        "last half",
+        "last quarter",
+        "shmem, last half",
         "files",
         "threads",
     ):
-        table.add_column(title, justify="left" if title == "process" else "right")
+        table.add_column(title, justify="right")
 
-    def shown(value: float | None) -> str:
+    def slope_text(value: float | None) -> str:
         return "-" if value is None else f"{value:+.2f}"
 
-    for one in judgements:
+    def change_text(values: tuple[float, float]) -> str:
+        begins, ends = values
+        return f"{begins:g} -> {ends:g}"
+
+    for judgement in judgements:
+        rss_begins, rss_ends = judgement.rss_mb
+        anon_begins, anon_ends = judgement.anon_mb
         table.add_row(
-            one.process,
-            str(one.series),
-            f"{one.rss_mb[0]:.0f} -> {one.rss_mb[1]:.0f}",
-            f"{one.anon_mb[0]:.1f} -> {one.anon_mb[1]:.1f}",
-            shown(one.first["anon"]),
-            shown(one.last["anon"]),
-            shown(one.last_quarter["anon"]),
-            shown(one.last["shmem"]),
-            *(
-                f"{begins:g} -> {ends:g}"
-                for begins, ends in (one.counts["files"], one.counts["threads"])
-            ),
+            judgement.process,
+            str(judgement.series),
+            f"{rss_begins:.0f} -> {rss_ends:.0f}",
+            f"{anon_begins:.1f} -> {anon_ends:.1f}",
+            slope_text(judgement.first["anon"]),
+            slope_text(judgement.last["anon"]),
+            slope_text(judgement.last_quarter["anon"]),
+            slope_text(judgement.last["shmem"]),
+            change_text(judgement.counts["files"]),
+            change_text(judgement.counts["threads"]),
         )
     Console(width=145).print(table)
 
 
 def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
-    """Judges the samples, writes the results and the plot, and returns whether all is
-    exact and flat.
+    """Judges the samples, and writes the results and the plot.
+
+    Returns:
+        Whether all is exact and flat.
     """
     samples = read_samples(folder)
-    kills = folder / "kills.json"
-    killed = json.loads(kills.read_text()) if kills.exists() else []
+    kills_file = folder / "kills.json"
+    kills = json.loads(kills_file.read_text()) if kills_file.exists() else []
     judgements = judge(samples, bound)
-    problems = [problem for one in judgements for problem in one.problems]
     series = thinned(samples)
-    loads = folder / "loads"
-    if loads.exists():
-        document = document | {
-            "median_load": median(map(float, loads.read_text().split()))
-        }
+    used_cores = round(cores(samples), 2)
+    loads_file = folder / "loads"
+    if loads_file.exists():
+        loads = [float(load) for load in loads_file.read_text().split()]
+        document = document | {"median_load": median(loads)}
     document = document | {
-        "kills": killed,
+        "kills": kills,
         "mb_an_hour": bound,
-        "cores": round(cores(samples), 2),
-        "processes": [asdict(one) for one in judgements],
+        "cores": used_cores,
+        "processes": [asdict(judgement) for judgement in judgements],
         "series": series,
     }
     # NaN is not JSON, and a process that is too young to be judged has no value.
     text = json.dumps(document, separators=(",", ":")).replace("NaN", "null")
     (folder / "soak.json").write_text(text + "\n")
-    plot(series, killed, folder / "soak.png")
+    plot(series, kills, folder / "soak.png")
     print_judgements(judgements)
+    problems = []
+    for judgement in judgements:
+        problems += judgement.problems
     for name, is_exact in document.get("exact", {}).items():
         print(f"{name}: {'exact' if is_exact else 'NOT EXACT'}")
         if not is_exact:
             problems.append(f"{name}: not exact")
-    print(
-        f"kills: {', '.join(victim for _, victim in killed) or 'none'}; cores:"
-        f" {document['cores']}"
-    )
+    victims = ", ".join(victim for _, victim in kills) or "none"
+    print(f"kills: {victims}; cores: {used_cores}")
     for problem in problems:
         print(f"problem: {problem}")
     print("FAILED" if problems else "flat and exact")
@@ -539,14 +508,15 @@ def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
 
 
 def free_port() -> int:
-    """Returns a port that is free now, below those that the kernel gives to
-    connections.
+    """Returns a port that is free now.
+
+    It is below those that the kernel gives to connections.
     """
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    port_range = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    first_of_kernel = int(port_range.split()[0])
+    end = first_of_kernel if first_of_kernel > 20_000 else 32_768
     while True:
-        port = random.SystemRandom().randrange(
-            10_000, first if first > 20_000 else 32_768
-        )
+        port = random.SystemRandom().randrange(10_000, end)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -593,9 +563,8 @@ def run_command(
             soak.run()
             soak.compare_again()
         for name in (*CLIENTS, "again"):
-            exact[name] = bool(
-                json.loads((folder / f"{name}.json").read_text())["exact"]
-            )
+            client_report = json.loads((folder / f"{name}.json").read_text())
+            exact[name] = bool(client_report["exact"])
         exact["online"] = compare_online(folder / "online")
     except (SoakError, DataError) as error:
         raise SystemExit(
@@ -603,9 +572,8 @@ def run_command(
         ) from error
     from measure import conditions
 
-    (folder / "exact.json").write_text(
-        json.dumps({"exact": exact, "conditions": conditions()})
-    )
+    end = {"exact": exact, "conditions": conditions()}
+    (folder / "exact.json").write_text(json.dumps(end))
     report(folder, bound)
 
 
@@ -620,15 +588,16 @@ def report(
 ) -> None:
     """Judge the samples of a run, and write soak.json and soak.png into its folder."""
     document = json.loads((folder / "flags.json").read_text())
-    ends = folder / "exact.json"
-    if ends.exists():
-        document |= json.loads(ends.read_text())
+    end = folder / "exact.json"
+    if end.exists():
+        document |= json.loads(end.read_text())
+        reports = {}
         for name in (*CLIENTS, "again"):
-            written = folder / f"{name}.json"
-            if written.exists():
-                document.setdefault("reports", {})[name] = json.loads(
-                    written.read_text()
-                )
+            client_report = folder / f"{name}.json"
+            if client_report.exists():
+                reports[name] = json.loads(client_report.read_text())
+        if reports:
+            document["reports"] = reports
     if not finish(folder, document, bound):
         raise SystemExit(1)
 

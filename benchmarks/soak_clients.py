@@ -1,5 +1,6 @@
-"""The clients of soak.py, each of which is a process: python benchmarks/soak_clients.py
-rows|again|cold|asks FOLDER.
+"""The clients of soak.py, each of which is a process.
+
+    python benchmarks/soak_clients.py rows|again|cold|asks FOLDER
 
 - ``rows``: updates and reads rows of a pair of parameter servers and of a server. Each
   read is compared with an oracle.
@@ -70,10 +71,8 @@ class Oracle:
         self.reads = 0
         self._random = np.random.default_rng(seed)
 
-    def some_ids(self) -> Tensor:
-        """Returns distinct places of ids, at most ``BATCH``, of which a small part is
-        frequent.
-        """
+    def random_places(self) -> Tensor:
+        """Returns distinct places of ids, at most ``BATCH``. Few places are frequent."""
         places = (self._random.random(BATCH) ** 3 * IDS).astype(np.int64)
         return torch.from_numpy(np.unique(places))
 
@@ -86,12 +85,12 @@ class Oracle:
             update: Takes ids, (N,), and gradients, (N, DIM).
             read: Takes ids, (N,), and returns rows, (N, DIM).
         """
-        places = self.some_ids()
+        places = self.random_places()
         grads = self._random.integers(-3, 4, (len(places), DIM)).astype(np.float32)
         update(places * SPREAD, torch.from_numpy(grads))
         self.rows[places.numpy()] -= grads
         self.updates += 1
-        self.check(read, self.some_ids())
+        self.check(read, self.random_places())
 
     def check(self, read: Callable[[Tensor], Tensor], places: Tensor) -> None:
         """Compares rows with the oracle.
@@ -209,17 +208,16 @@ def asks(folder: Path) -> dict[str, Any]:
     from torchrec_recstore_serving.predict.predictor_pb2_grpc import PredictorStub
 
     settings = json.loads((folder / "online" / "settings.json").read_text())
-    lengths = messages.Array(
-        dtype="int32", shape=[4], data=np.ones(4, np.int32).tobytes()
-    )
+    state_url = f"http://{settings['http']}/state"
+    ones = np.ones(4, np.int32)
+    lengths = messages.Array(dtype="int32", shape=[4], data=ones.tobytes())
     outcomes = {"answered": 0, "unanswered": 0, "states": 0}
-    ids = np.random.default_rng(3)
+    random = np.random.default_rng(3)
     with grpc.insecure_channel(settings["grpc"]) as channel:
         stub = PredictorStub(channel)
         while not (folder / "stop").exists():
-            values = messages.Array(
-                dtype="int64", shape=[4], data=ids.integers(0, 2**40, 4).tobytes()
-            )
+            ids = random.integers(0, 2**40, 4)
+            values = messages.Array(dtype="int64", shape=[4], data=ids.tobytes())
             features = messages.Jagged(
                 keys=["user", "item"], values=values, lengths=lengths
             )
@@ -232,10 +230,8 @@ def asks(folder: Path) -> dict[str, Any]:
                 if len(logits) != 2 or not np.isfinite(logits).all():
                     raise AssertionError(f"the follower has answered {logits}")
                 outcomes["answered"] += 1
-                with urllib.request.urlopen(
-                    f"http://{settings['http']}/state", timeout=5.0
-                ) as answer:
-                    json.load(answer)
+                with urllib.request.urlopen(state_url, timeout=5.0) as response:
+                    json.load(response)
                 outcomes["states"] += 1
             except (grpc.RpcError, OSError, HTTPException):
                 outcomes["unanswered"] += 1
@@ -245,7 +241,8 @@ def asks(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Runs one client until the end, and writes its report."""
-    name, folder = sys.argv[1], Path(sys.argv[2])
+    name = sys.argv[1]
+    folder = Path(sys.argv[2])
     torch.set_num_threads(1)
     clients = {"rows": rows, "again": again, "cold": cold, "asks": asks}
     report = clients[name](folder)

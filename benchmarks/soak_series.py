@@ -9,9 +9,10 @@ started again begins a new one.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
@@ -21,20 +22,16 @@ MEMORY = {"rss": "VmRSS", "anon": "RssAnon", "file": "RssFile", "shmem": "RssShm
 """The kinds of resident memory, and their names in /proc/PID/status."""
 COUNTS = ("files", "threads", "children")
 WARM_UP = 1 / 12
-"""The share of a run after the start of a process in which its samples are not judged.
-"""
+"""The share of a run after the start of a process that is not judged."""
 SHORTEST = 1 / 12
-"""The share of a run that the samples of a half must span, so that their slope is
-judged.
-"""
+"""The share of a run that the samples of a half must span to be judged."""
 MB_AN_HOUR = 6.0
-"""The slope of anonymous and of shared memory in the last half up to which memory
-counts as flat.
+"""The slope up to which memory counts as flat.
+
+It is that of anonymous and of shared memory in the last half.
 """
-MORE = 2
-"""The number of files, threads or children that a process may have more at the end of
-the last half than before.
-"""
+COUNT_MARGIN = 2
+"""The number by which files, threads or children may grow in the last half."""
 POINTS = 150
 """The number of points of a series that are kept for the plot."""
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
@@ -82,15 +79,16 @@ def sample_of(process: str, pid: int, second: float) -> Sample | None:
     """
     folder = Path("/proc", str(pid))
     try:
-        status = dict(
-            line.split(":", 1) for line in (folder / "status").read_text().splitlines()
-        )
+        status_lines = (folder / "status").read_text().splitlines()
         files = len(list((folder / "fd").iterdir()))
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        stat = (folder / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    status = dict(line.split(":", 1) for line in status_lines)
     if "VmRSS" not in status:  # a process that has ended and that nobody has waited for
         return None
+    _, _, fields_after_name = stat.rpartition(")")
+    fields = fields_after_name.split()
     memory = {name: 1024 * int(status[key].split()[0]) for name, key in MEMORY.items()}
     ticks = int(fields[11]) + int(fields[12])  # utime and stime
     return Sample(
@@ -199,36 +197,33 @@ def judge(samples: Sequence[Sample], mb_an_hour: float = MB_AN_HOUR) -> list[Jud
     middle = begin + length / 2
     judgements = []
     for process, series in series_of(samples).items():
-        warm = [
-            [point for point in points if point.second >= points[0].second + warm_up]
-            for points in series
-        ]
-        first = [
-            [point for point in points if point.second < middle] for points in warm
-        ]
-        last = [
-            [point for point in points if point.second >= middle] for points in warm
-        ]
-        last_quarter = [
-            [point for point in points if point.second >= middle + length / 4]
-            for points in warm
-        ]
-        longest = max(warm, key=_span)
-        judgement = _judged(
+        warm = []
+        for points in series:
+            warm += _between([points], points[0].second + warm_up, math.inf)
+        judgement = _judge_process(
             process,
-            longest,
-            first,
-            last,
-            last_quarter,
-            length * SHORTEST,
-            mb_an_hour,
-            len(series),
+            longest=max(warm, key=_span),
+            first=_between(warm, -math.inf, middle),
+            last=_between(warm, middle, math.inf),
+            last_quarter=_between(warm, middle + length / 4, math.inf),
+            shortest_s=length * SHORTEST,
+            mb_an_hour=mb_an_hour,
+            series=len(series),
         )
         judgements.append(judgement)
     return judgements
 
 
-def _judged(
+def _between(
+    series: list[list[Sample]], begin: float, end: float
+) -> list[list[Sample]]:
+    """Returns the points of each series in ``[begin, end)``."""
+    return [
+        [point for point in points if begin <= point.second < end] for points in series
+    ]
+
+
+def _judge_process(
     process: str,
     longest: list[Sample],
     first: list[list[Sample]],
@@ -253,9 +248,10 @@ def _judged(
             )
     counts_of_last = _counts(max(last, key=_span))
     for name, (begins, ends) in counts_of_last.items():
-        if ends > begins + MORE:
+        if ends > begins + COUNT_MARGIN:
             problems.append(
-                f"{process}: {name} grow from {begins:g} to {ends:g}, by {MORE} allowed"
+                f"{process}: {name} grow from {begins:g} to {ends:g}, by {COUNT_MARGIN}"
+                " allowed"
             )
     return Judgement(
         process=process,
@@ -272,18 +268,14 @@ def _judged(
 
 
 def _counts(points: list[Sample]) -> dict[str, tuple[float, float]]:
-    """Returns the number of files, of threads and of children at the beginning and at
-    the end.
-    """
-    counts = {}
-    for name in COUNTS:
-        counts[name] = _ends(points, attrgetter(name))
-    return counts
+    """Returns each of ``COUNTS`` at the beginning and at the end."""
+    return {name: _ends(points, attrgetter(name)) for name in COUNTS}
 
 
 def _slopes(series: list[list[Sample]], shortest_s: float) -> dict[str, float | None]:
-    """Returns the slope of each kind of memory in MB an hour, or None if all series
-    together are too short.
+    """Returns the slope of each kind of memory in MB an hour.
+
+    It is None if all series together are too short.
     """
     measured_s = sum(_span(points) for points in series)
     slopes: dict[str, float | None] = {}
@@ -316,20 +308,19 @@ def _ends(
 
 
 def thinned(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Returns at most ``POINTS`` points of each series for the plot, as columns for
-    JSON.
+    """Returns at most ``POINTS`` points of each series for the plot.
+
+    The points are columns for JSON.
     """
-    columns = ("second", *MEMORY, *COUNTS)
-    series = []
-    for process, every in series_of(samples).items():
-        for points in every:
-            step = -(-len(points) // POINTS)
-            kept = [asdict(point) for point in points[::step]]
-            series.append(
-                {"process": process}
-                | {name: [point[name] for point in kept] for name in columns}
-            )
-    return series
+    all_columns = []
+    for process, series in series_of(samples).items():
+        for points in series:
+            step = math.ceil(len(points) / POINTS)
+            columns: dict[str, Any] = {"process": process}
+            for name in ("second", *MEMORY, *COUNTS):
+                columns[name] = [getattr(point, name) for point in points[::step]]
+            all_columns.append(columns)
+    return all_columns
 
 
 def table_lines(processes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -354,8 +345,10 @@ def table_lines(processes: Sequence[Mapping[str, Any]]) -> list[str]:
         "first half",
         "last half",
         "last quarter",
+        "files",
+        "threads",
     )
-    rows = [(*columns, "files", "threads"), ("---",) * (len(columns) + 2)]
+    rows = [columns, ("---",) * len(columns)]
     for process in processes:
         rows.append(
             (
@@ -394,26 +387,27 @@ def plot(
         "files": ("open files", 1.0),
         "threads": ("threads", 1.0),
     }
-    names = list(dict.fromkeys(one["process"] for one in series))
+    names = list(dict.fromkeys(columns["process"] for columns in series))
     colours = pyplot.get_cmap("tab10")
     figure, axes = pyplot.subplots(
         len(panels), 1, figsize=(9, 12), sharex=True, layout="constrained"
     )
     for axis, (column, (label, scale)) in zip(axes, panels.items(), strict=True):
-        drawn = set()
-        for one in series:
-            hours = [second / 3600 for second in one["second"]]
-            values = [value * scale for value in one[column]]
-            name = one["process"]
+        drawn_names = set()
+        for columns in series:
+            hours = [second / 3600 for second in columns["second"]]
+            values = [value * scale for value in columns[column]]
+            name = columns["process"]
+            number = names.index(name)
             axis.plot(
                 hours,
                 values,
-                color=colours(names.index(name) % 10),
-                linestyle="-" if names.index(name) < 10 else "--",
+                color=colours(number % 10),
+                linestyle="-" if number < 10 else "--",
                 linewidth=1.3,
-                label=None if name in drawn else name,
+                label=None if name in drawn_names else name,
             )
-            drawn.add(name)
+            drawn_names.add(name)
         for second, _ in kills:
             axis.axvline(second / 3600, color="grey", linewidth=0.6, linestyle=":")
         axis.set_ylabel(label)

@@ -19,15 +19,14 @@ from online.settings import Settings
 Clicks = npt.NDArray[Any]
 
 OUTCOMES = ("history", "answered", "no answer in time", "refused", "not asked")
-"""What became of the request for the score of a click.
+"""The outcomes of the request for the score of a click.
 
-A click of the history was never asked for.
-"""
-LATE_S = 2.0
-"""A click is late if it was written more than this time after the moment at which it
-was due.
+No score of a click of the history was requested.
 """
 HISTORY, ANSWERED, NO_ANSWER, REFUSED, NOT_ASKED = range(len(OUTCOMES))
+
+LATE_S = 2.0
+"""A click is late if it was written more than this time after it was due."""
 
 CLICK = np.dtype(
     [
@@ -43,25 +42,36 @@ CLICK = np.dtype(
         ("waited", "<f8"),
     ]
 )
-"""A click: its time in milliseconds since 1970, the ids, the label 0 or 1, and the
-logits that the served model and the frozen model gave before the label was known (NaN:
-the model did not answer), and what became of both requests, a number of ``OUTCOMES``.
+"""A click.
 
-``age`` is the age in seconds of the rows of the served model at this click. If it did
-not answer, these are the rows that have answered last, which have become older since.
-``waited`` is the time in seconds from the moment at which the click was due until it
-was written. Both are NaN for clicks of the history.
+- ``time_ms``: The time in milliseconds since 1970.
+- ``user``, ``item``: The ids.
+- ``clicked``: The label, 0 or 1.
+- ``served``, ``frozen``: The logits that the served model and the frozen model gave
+  before the label was known. NaN: the model did not answer.
+- ``served_outcome``, ``frozen_outcome``: The outcomes of both requests, numbers of
+  ``OUTCOMES``.
+- ``age``: The age in seconds of the rows of the served model at this click. If it did
+  not answer, these are the rows that have answered last, which have become older since.
+- ``waited``: The time in seconds from the moment at which the click was due until it
+  was written.
+
+The age and the time are NaN for clicks of the history.
 """
 
 BLOCK = 1024  # clicks of one random stream
-USERS, ITEMS = 600, 300  # at any time
-NEW_USERS_S, NEW_ITEMS_S = 4.0, 4.0  # a second
+USERS = 600  # at any time
+ITEMS = 300  # at any time
+NEW_USERS_S = 4.0  # new users a second
+NEW_ITEMS_S = 4.0  # new items a second
 TURN_S = 360.0
-SCALE, BIAS = 3.0, -1.0
+SCALE = 3.0
+BIAS = -1.0
 # The product with an odd number maps 64-bit numbers one to one.
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 # Multiples of these fill the circle evenly.
-_GOLDEN, _PLASTIC = 0.6180339887498949, 0.7548776662466927
+_GOLDEN = 0.6180339887498949
+_PLASTIC = 0.7548776662466927
 
 
 def generated(settings: Settings, first: int, last: int) -> Clicks:
@@ -72,16 +82,15 @@ def generated(settings: Settings, first: int, last: int) -> Clicks:
     Returns:
         (last - first + 1,) of the dtype :data:`CLICK`, without scores.
     """
-    begin, end = first - 1, last
-    blocks = [
-        _block(settings, block) for block in range(begin // BLOCK, -(-end // BLOCK))
-    ]
-    offset = begin // BLOCK * BLOCK
-    return (
-        np.concatenate(blocks)[begin - offset : end - offset]
-        if blocks
-        else np.empty(0, CLICK)
-    )
+    first_block = (first - 1) // BLOCK
+    last_block = (last - 1) // BLOCK
+    if last_block < first_block:
+        return np.empty(0, CLICK)
+    blocks = [_block(settings, number) for number in range(first_block, last_block + 1)]
+    clicks_before = first_block * BLOCK
+    begin = first - 1 - clicks_before
+    end = last - clicks_before
+    return np.concatenate(blocks)[begin:end]
 
 
 def time_ms(settings: Settings, number: npt.NDArray[np.int64] | int) -> Any:
@@ -95,17 +104,17 @@ def _block(settings: Settings, block: int) -> Clicks:
     numbers = np.arange(block * BLOCK, (block + 1) * BLOCK) + 1
     clicks["time_ms"] = time_ms(settings, numbers)
     second = (numbers - 1) / settings.rate
-    user = np.floor(second * NEW_USERS_S - USERS * random.random(BLOCK)).astype(
-        np.int64
-    )
-    item = np.floor(second * NEW_ITEMS_S - ITEMS * random.random(BLOCK) ** 2).astype(
-        np.int64
-    )
-    turned = _GOLDEN * item - _PLASTIC * user - second / TURN_S
-    logits = SCALE * np.cos(2 * np.pi * turned) + BIAS
+    user_age = USERS * random.random(BLOCK)
+    item_age = ITEMS * random.random(BLOCK) ** 2
+    user = np.floor(second * NEW_USERS_S - user_age).astype(np.int64)
+    item = np.floor(second * NEW_ITEMS_S - item_age).astype(np.int64)
+    turns = _GOLDEN * item - _PLASTIC * user - second / TURN_S
+    logits = SCALE * np.cos(2 * np.pi * turns) + BIAS
     clicks["user"] = (user.view(np.uint64) * _ODD).view(np.int64)
     clicks["item"] = (item.view(np.uint64) * _ODD).view(np.int64)
     clicks["clicked"] = random.random(BLOCK) < 1 / (1 + np.exp(-logits))
-    clicks["served"] = clicks["frozen"] = clicks["age"] = clicks["waited"] = np.nan
-    clicks["served_outcome"] = clicks["frozen_outcome"] = HISTORY
+    for name in ("served", "frozen", "age", "waited"):
+        clicks[name] = np.nan
+    for name in ("served_outcome", "frozen_outcome"):
+        clicks[name] = HISTORY
     return clicks

@@ -1,8 +1,8 @@
-"""The process that shows items to users: it asks the served model for a score, and then
-writes the user's click.
+"""The process that shows items to users.
 
-It does not wait for a server: a click without a score is written a second after its
-time. A generator that was killed continues behind the last click of the stream.
+It asks the served model for a score, and then writes the user's click. It does not wait
+for a server: a click without a score is written a second after its time. A generator
+that was killed continues behind the last click of the stream.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from online.settings import Settings
 from online.streams import ClickStream, stream_of
 
 TICK_S = 0.1
-MOST = 2048
+MAX_CLICKS = 2048
 """The number of clicks that are written together."""
 ANSWER_S = 1.0
-"""The time for which an item waits for its score. Then it is shown without."""
-QUEUED = 4  # requests that wait for a server
-ALONE_S = 1.0  # A server that has refused a request is left alone for this time.
+"""The time for which an item waits for its score. Then it is shown without a score."""
+MAX_QUEUED = 4
+"""The number of requests that wait for a server."""
+PAUSE_S = 1.0
+"""The time for which a server that has refused a request is not asked."""
 
 
 class Request:
@@ -41,23 +43,21 @@ class Request:
         clicks: (B,) of the dtype ``CLICK``.
 
     Attributes:
-        outcome: What has become of the request, a number of ``OUTCOMES``.
+        outcome: The outcome of the request, a number of ``OUTCOMES``.
         logits: The logits, (B,). NaN: there is none.
-        fresh: The moment of the rows that have answered, in seconds since 1970.
+        rows_time: The moment of the rows that have answered, in seconds since 1970.
         done: Set when the request has ended.
     """
 
     def __init__(self, clicks: Clicks) -> None:
         features = {
-            name: [[id] for id in clicks[name].tolist()] for name in ("user", "item")
+            name: [[id_] for id_ in clicks[name].tolist()] for name in ("user", "item")
         }
         self.body = json.dumps({"arguments": {"features": features}}).encode()
         self.until = time.monotonic() + ANSWER_S
-        self.outcome, self.logits, self.fresh = (
-            NO_ANSWER,
-            np.full(len(clicks), np.nan),
-            math.nan,
-        )
+        self.outcome = NO_ANSWER
+        self.logits = np.full(len(clicks), np.nan)
+        self.rows_time = math.nan
         self.done = threading.Event()
 
     def end(self, outcome: int) -> None:
@@ -72,8 +72,9 @@ class Request:
 
 
 class Server:
-    """Asks ``recstore follow`` for scores over HTTP, in a thread, so that a caller
-    never waits.
+    """Asks ``recstore follow`` for scores over HTTP.
+
+    It asks in a thread, so that a caller never waits.
 
     Args:
         address: The address of the server, ``host:port``.
@@ -81,18 +82,19 @@ class Server:
 
     def __init__(self, address: str) -> None:
         self._url = f"http://{address}/predict"
-        self._again = 0.0
-        self._requests: queue.Queue[Request] = queue.Queue(QUEUED)
+        self._paused_until = 0.0
+        self._requests: queue.Queue[Request] = queue.Queue(MAX_QUEUED)
         threading.Thread(target=self._work, daemon=True).start()
 
     def ask(self, clicks: Clicks) -> Request:
         """Asks for the logits of clicks (B,).
 
-        A server that is left alone, or has too much to answer, is not asked.
+        A server that has just refused a request, or has too many to answer, is not
+        asked.
         """
         request = Request(clicks)
         try:
-            if time.monotonic() < self._again:
+            if time.monotonic() < self._paused_until:
                 raise queue.Full
             self._requests.put_nowait(request)
         except queue.Full:
@@ -105,31 +107,32 @@ class Server:
             if request.is_over:
                 continue
             try:
-                with urllib.request.urlopen(
-                    self._url, request.body, timeout=ANSWER_S
-                ) as answer:
-                    told = json.loads(b"".join(_parts(answer, request)))
-                (logits,) = told["outputs"].values()
+                reply = self._reply_to(request)
+                (logits,) = reply["outputs"].values()
                 request.logits = np.array(logits, dtype=np.float64)
-                request.fresh = time.time() - told["seconds_behind"]
+                request.rows_time = time.time() - reply["seconds_behind"]
                 request.end(ANSWERED)
-            except (
-                OSError,
-                HTTPException,
-                ValueError,
-            ) as error:  # killed, hung, or without a model yet
-                self._again = time.monotonic() + ALONE_S
+            except (OSError, HTTPException, ValueError) as error:
+                # The server was killed, hangs, or has no model yet.
+                self._paused_until = time.monotonic() + PAUSE_S
                 # urllib raises a timeout of the connection as the reason of a URLError.
-                hung = isinstance(getattr(error, "reason", error), TimeoutError)
-                request.end(NO_ANSWER if hung else REFUSED)
+                reason = getattr(error, "reason", error)
+                hangs = isinstance(reason, TimeoutError)
+                request.end(NO_ANSWER if hangs else REFUSED)
+
+    def _reply_to(self, request: Request) -> Any:
+        with urllib.request.urlopen(
+            self._url, request.body, timeout=ANSWER_S
+        ) as response:
+            return json.loads(b"".join(_parts(response, request)))
 
 
-def _parts(answer: HTTPResponse, request: Request) -> Iterator[bytes]:
-    """Reads an answer.
+def _parts(response: HTTPResponse, request: Request) -> Iterator[bytes]:
+    """Reads a response for at most the time of a request.
 
-    The timeout of a connection does not end one that arrives byte by byte.
+    The timeout of a connection does not end a response that arrives byte by byte.
     """
-    while part := answer.read1(1 << 16):
+    while part := response.read1(1 << 16):
         yield part
         if request.is_over:
             raise TimeoutError
@@ -148,7 +151,8 @@ class Batch:
     def __init__(
         self, number: int, clicks: Clicks, served: Server, frozen: Server
     ) -> None:
-        self.number, self.clicks = number, clicks
+        self.number = number
+        self.clicks = clicks
         self.requests = {"served": served.ask(clicks), "frozen": frozen.ask(clicks)}
 
     @property
@@ -156,12 +160,11 @@ class Batch:
         """Whether the clicks can be written."""
         return all(request.is_over for request in self.requests.values())
 
-    def scored(self, fresh: float, due: npt.NDArray[np.float64]) -> float:
-        """Completes the clicks with the scores, the age of the rows, and the time that
-        they have waited.
+    def complete(self, rows_time: float, due: npt.NDArray[np.float64]) -> float:
+        """Completes the clicks with the scores, the age of the rows, and the waits.
 
         Args:
-            fresh: The moment of the rows that have answered last, in seconds since
+            rows_time: The moment of the rows that have answered last, in seconds since
                 1970.
             due: (B,) float64. The moments at which the clicks were due, in seconds
                 since 1970.
@@ -171,34 +174,32 @@ class Batch:
         """
         now = time.time()
         self.clicks["waited"] = now - due
-        outcomes = {
-            name: each.outcome if each.done.is_set() else NO_ANSWER
-            for name, each in self.requests.items()
-        }
-        for name, outcome in outcomes.items():
+        outcomes = {}
+        for name, request in self.requests.items():
+            outcome = request.outcome if request.done.is_set() else NO_ANSWER
+            outcomes[name] = outcome
             self.clicks[f"{name}_outcome"] = outcome
-            self.clicks[name] = (
-                self.requests[name].logits if outcome == ANSWERED else np.nan
-            )
+            self.clicks[name] = request.logits if outcome == ANSWERED else np.nan
         if outcomes["served"] == ANSWERED:
-            fresh = self.requests["served"].fresh
-            self.clicks["age"] = now - fresh
-        else:  # The rows that have answered last become older, until they or newer ones answer again.
-            self.clicks["age"] = np.maximum(now - fresh, now - due)
-        return fresh
+            rows_time = self.requests["served"].rows_time
+            self.clicks["age"] = now - rows_time
+        else:
+            # The rows that have answered last become older, until they or newer ones
+            # answer again.
+            self.clicks["age"] = np.maximum(now - rows_time, now - due)
+        return rows_time
 
 
 def generate(settings: Settings) -> None:
-    """Writes the clicks that the stream lacks: the history at once, and each live click
-    when its time has come.
+    """Writes the clicks that the stream lacks.
+
+    The history is written at once, and each live click when its time has come.
     """
     stream = stream_of(settings)
-    number, first_live = (
-        stream.last(),
-        (settings.history if settings.paced else settings.clicks),
-    )
-    while number < first_live:
-        last = min(number + MOST, first_live)
+    number = stream.last()
+    last_at_once = settings.history if settings.paced else settings.clicks
+    while number < last_at_once:
+        last = min(number + MAX_CLICKS, last_at_once)
         stream.append(number + 1, generated(settings, number + 1, last))
         number = last
     if number < settings.clicks:
@@ -206,40 +207,37 @@ def generate(settings: Settings) -> None:
 
 
 def _generate_live(settings: Settings, stream: ClickStream, number: int) -> None:
-    served, frozen = Server(settings.http), Server(settings.frozen_http)
-    opened, fresh = _opened(settings, served, frozen, number)
-    # A generator that was killed: the rows that had answered last are those of the last
+    """Writes the live clicks after click ``number``."""
+    served = Server(settings.http)
+    frozen = Server(settings.frozen_http)
+    opened, rows_time = _opened(settings, served, frozen, number)
+    # If a generator was killed, the rows that had answered last are those of the last
     # click.
-    if math.isnan(fresh):
-        fresh = opened
+    if math.isnan(rows_time):
+        rows_time = opened
         if number > settings.history:
             (click,) = stream.read(number - 1, 1)
-            fresh = float(
-                _due(settings, opened, number) + click["waited"] - click["age"]
-            )
-    most = max(MOST, settings.rate // 5)
+            written = _due(settings, opened, number) + click["waited"]
+            rows_time = float(written - click["age"])
+    max_clicks = max(MAX_CLICKS, settings.rate // 5)
     batches: deque[Batch] = deque()
-    asked, ask_at = number, 0.0
+    last_asked = number
+    ask_at = 0.0
     while number < settings.clicks:
         if time.monotonic() >= ask_at:
             ask_at = time.monotonic() + TICK_S
-            due = (
-                settings.history
-                + 1
-                + math.floor((time.time() - opened) * settings.rate)
-            )
-            last = min(due, asked + most, settings.clicks)
-            if last > asked:
-                batches.append(
-                    Batch(
-                        asked + 1, generated(settings, asked + 1, last), served, frozen
-                    )
-                )
-                asked = last
+            due_clicks = math.floor((time.time() - opened) * settings.rate)
+            last_due = settings.history + 1 + due_clicks
+            last = min(last_due, last_asked + max_clicks, settings.clicks)
+            if last > last_asked:
+                first = last_asked + 1
+                clicks = generated(settings, first, last)
+                batches.append(Batch(first, clicks, served, frozen))
+                last_asked = last
         while batches and batches[0].is_over:
             batch = batches.popleft()
             numbers = batch.number + np.arange(len(batch.clicks))
-            fresh = batch.scored(fresh, _due(settings, opened, numbers))
+            rows_time = batch.complete(rows_time, _due(settings, opened, numbers))
             stream.append(batch.number, batch.clicks)
             number = int(numbers[-1])
             _write(settings.written, number)
@@ -256,7 +254,7 @@ def _opened(
     Returns:
         The moment of the first live click, in seconds since 1970, as if the run had
         never been interrupted, and the moment of the rows of the answer. NaN: the
-        clicks of this session have begun before.
+        clicks of this session have already begun.
     """
     if settings.opened.exists():
         return int(settings.opened.read_text()) / 1000, math.nan
@@ -265,14 +263,12 @@ def _opened(
         requests = [server.ask(clicks) for server in (served, frozen)]
         for request in requests:
             request.done.wait(ANSWER_S)
-        fresh = requests[0].fresh
-        if (
-            all(request.outcome == ANSWERED for request in requests)
-            and fresh * 1000 >= settings.session_ms
-        ):
+        have_answered = all(request.outcome == ANSWERED for request in requests)
+        rows_time = requests[0].rows_time
+        if have_answered and rows_time * 1000 >= settings.session_ms:
             opened = time.time() - (number - settings.history) / settings.rate
             _write(settings.opened, int(opened * 1000))
-            return opened, fresh
+            return opened, rows_time
         time.sleep(TICK_S)
 
 
@@ -282,6 +278,6 @@ def _due(settings: Settings, opened: float, number: Any) -> Any:
 
 
 def _write(path: Path, number: int) -> None:
-    beside = path.with_suffix(".new")
-    beside.write_text(str(number))
-    beside.replace(path)
+    temporary = path.with_suffix(".new")
+    temporary.write_text(str(number))
+    temporary.replace(path)

@@ -1,5 +1,6 @@
-"""The model of the example: embeddings of user and item, and dense layers over them and
-over their product.
+"""The model of the example.
+
+It has embeddings of user and item, and dense layers over them and over their product.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torchrec_recstore import (
 )
 
 FEATURES = ["user", "item"]
-WHOLE_HINT = 2**20
+HINT_ROWS = 2**20
 
 
 class Taste(nn.Module):
@@ -41,31 +42,33 @@ class Taste(nn.Module):
         super().__init__()
         tables = [
             EmbeddingBagConfig(
-                name=f"t_{each}",
+                name=f"t_{feature}",
                 embedding_dim=dim,
-                num_embeddings=WHOLE_HINT,
-                feature_names=[each],
+                num_embeddings=HINT_ROWS,
+                feature_names=[feature],
             )
-            for each in FEATURES
+            for feature in FEATURES
         ]
         self.bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
         self.over = nn.Sequential(nn.Linear(3 * dim, 32), nn.ReLU(), nn.Linear(32, 1))
         self._dim = dim
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Returns the logits, (B,) float32, of ``features`` with one user and one item
-        for each click.
+        """Returns the logits of clicks, (B,) float32.
+
+        Args:
+            features: One user and one item for each click.
         """
         user, item = self.bags(features).values().split(self._dim, dim=1)
-        return self.over(torch.cat([user, item, user * item], dim=1)).squeeze(1)
+        x = torch.cat([user, item, user * item], dim=1)
+        return self.over(x).squeeze(1)
 
 
 def features_of(clicks: Clicks) -> KeyedJaggedTensor:
     """Returns the input of the model for clicks (B,)."""
     values = torch.cat([torch.from_numpy(clicks[name].copy()) for name in FEATURES])
-    return KeyedJaggedTensor(
-        keys=FEATURES, values=values, lengths=torch.ones_like(values, dtype=torch.int32)
-    )
+    lengths = torch.ones_like(values, dtype=torch.int32)
+    return KeyedJaggedTensor(keys=FEATURES, values=values, lengths=lengths)
 
 
 def build(settings: Settings) -> tuple[DistributedModelParallel, torch.optim.Adam]:
@@ -79,19 +82,15 @@ def build(settings: Settings) -> tuple[DistributedModelParallel, torch.optim.Ada
     model = Taste(settings.dim)
     # Adam, because the steps of Adagrad become smaller and smaller, so that the model
     # would not follow the drift.
-    sharders: list[Any] = [
-        RecStoreSharder(
-            fused_params={"optimizer": EmbOptimType.ADAM, "learning_rate": settings.lr}
-        )
-    ]
+    fused_params = {"optimizer": EmbOptimType.ADAM, "learning_rate": settings.lr}
+    sharders: list[Any] = [RecStoreSharder(fused_params=fused_params)]
     options = TableOptions(
         initializer=UniformInit(-0.1, 0.1),
         seed=settings.seed,
         expiry=Expiry(seconds=settings.expire_s),
     )
-    constraints = {
-        f"t_{each}": RecStoreConstraints(options=options) for each in FEATURES
-    }
+    constraint = RecStoreConstraints(options=options)
+    constraints = {f"t_{feature}": constraint for feature in FEATURES}
     topology = Topology(world_size=1, compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=constraints)
     group = dist.group.WORLD
@@ -100,7 +99,5 @@ def build(settings: Settings) -> tuple[DistributedModelParallel, torch.optim.Ada
     sharded = DistributedModelParallel(
         model, plan=plan, sharders=sharders, device=torch.device("cpu")
     )
-    dense = [
-        each for _, each in in_backward_optimizer_filter(sharded.named_parameters())
-    ]
-    return sharded, torch.optim.Adam(dense, lr=settings.lr)
+    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    return sharded, torch.optim.Adam(dense.values(), lr=settings.lr)

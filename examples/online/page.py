@@ -1,5 +1,6 @@
-"""Writes ``page.html``, which shows an online run while it runs: a page without scripts
-that loads itself again.
+"""Writes ``page.html``, which shows an online run while it runs.
+
+The page has no scripts. It loads itself again.
 """
 
 from __future__ import annotations
@@ -16,12 +17,27 @@ from online.clicks import LATE_S
 RELOAD_S = 2
 NAMES = ("trained", "served", "frozen")
 SERVERS = ("served", "frozen")
-PAINTS = {name: colour(number) for number, name in enumerate((*NAMES, "clicks"))} | {
-    "expired": "currentColor"
+PAINTS = {
+    "trained": colour(0),
+    "served": colour(1),
+    "frozen": colour(2),
+    "clicks": colour(3),
+    "expired": "currentColor",
 }
-"""The colour of each line but those of the tables, which have the colours after these.
-"""
+"""The colours of all lines but those of the tables."""
+TABLE_PAINTS = (colour(4), colour(5))
 SECONDS = "{:.1f} s".format
+
+ABOUT_PLOTS = (
+    "The horizontal axis has seconds; the clicks before 0 are the history, which is"
+    " trained on before anything is published. A line has a gap where nothing is known."
+    " <b>trained</b>: the model in the trainer. <b>served</b>: the model of"
+    " <code>recstore follow</code>, at the moment at which the item was shown."
+    " <b>frozen</b>: the first full export. A click is <b>unanswered</b> if it was"
+    " shown without a score, and <b>late</b> if it was written more than"
+    f" {LATE_S:g} s after its time. p50 and p99 are over all live clicks, the"
+    " unanswered ones included."
+)
 
 
 def page(state: Mapping[str, Any], live: bool) -> str:
@@ -31,38 +47,63 @@ def page(state: Mapping[str, Any], live: bool) -> str:
         state: The state of the run; see ``Supervisor.state``.
         live: Whether the run goes on, so that the page loads itself again.
     """
-    windows, samples, settings = state["windows"], state["samples"], state["settings"]
-    last = windows[-1] if windows else {}
-    now = samples[-1] if samples else {}
-    shown = {
-        "clicks trained": f"{state['offset']:,}",
-        "samples/s": _number(now.get("samples_per_second"), short),
-        **{
-            f"AUC, {name}": _number(last.get(name, {}).get("auc"), "{:.3f}".format)
-            for name in NAMES
-        },
-        "age of the served rows": _number(now.get("age_s"), SECONDS),
-        "age, p50 and p99": (
-            f"{_number(state['age_p50_s'], SECONDS)},"
-            f" {_number(state['age_p99_s'], SECONDS)}"
+    settings = state["settings"]
+    when = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+    settings_rows = [[name, plain(value)] for name, value in settings.items()]
+    body = [
+        "<h1>Online training</h1>",
+        (
+            f'<p class="faint">{escape(str(settings["folder"]))} ·'
+            f" {escape(state['status'])} · written at {when}</p>"
         ),
-        **{
-            f"unanswered, {name}": _unanswered(state["outcomes"].get(name, {}))
-            for name in SERVERS
-        },
-        "late clicks": f"{state['late']:,}",
-        "rows": f"{sum(state['rows'].values()):,}",
-        "rows expired": f"{state['expired']:,}",
-        "restarts": f"{sum(each['restarts'] for each in state['processes'].values())}",
+        facts(_main_numbers(state)),
+        f'<div class="plots">{"".join(_plots(state))}</div>',
+        f'<p class="faint">{ABOUT_PLOTS}</p>',
+        '<div class="columns">',
+        _table("Processes", ["process", "pid", "restarts"], _processes(state)),
+        _table("Settings", ["setting", "value"], settings_rows),
+        "</div>",
+    ]
+    head = f'<meta http-equiv="refresh" content="{RELOAD_S}">\n' if live else ""
+    return document("Online training", "\n".join(body), head)
+
+
+def _main_numbers(state: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the main numbers of the run, by name."""
+    window = state["windows"][-1] if state["windows"] else {}
+    sample = state["samples"][-1] if state["samples"] else {}
+    age_p50 = _number(state["age_p50_s"], SECONDS)
+    age_p99 = _number(state["age_p99_s"], SECONDS)
+    restarts = sum(process["restarts"] for process in state["processes"].values())
+    numbers = {
+        "clicks trained": f"{state['offset']:,}",
+        "samples/s": _number(sample.get("samples_per_second"), short),
     }
-    auc = {
-        name: _of_windows(windows, name, "auc", settings["start_ms"]) for name in NAMES
+    for name in NAMES:
+        auc = window.get(name, {}).get("auc")
+        numbers[f"AUC, {name}"] = _number(auc, "{:.3f}".format)
+    numbers["age of the served rows"] = _number(sample.get("age_s"), SECONDS)
+    numbers["age, p50 and p99"] = f"{age_p50}, {age_p99}"
+    for name in SERVERS:
+        unanswered = _unanswered(state["outcomes"].get(name, {}))
+        numbers[f"unanswered, {name}"] = f"{unanswered:,}"
+    numbers["late clicks"] = f"{state['late']:,}"
+    numbers["rows"] = f"{sum(state['rows'].values()):,}"
+    numbers["rows expired"] = f"{state['expired']:,}"
+    numbers["restarts"] = str(restarts)
+    return numbers
+
+
+def _plots(state: Mapping[str, Any]) -> list[str]:
+    """Returns all plots of the page as HTML."""
+    windows = state["windows"]
+    samples = state["samples"]
+    start_ms = state["settings"]["start_ms"]
+    aucs = {name: _of_windows(windows, name, "auc", start_ms) for name in NAMES}
+    calibrations = {
+        name: _of_windows(windows, name, "calibration", start_ms) for name in NAMES
     }
-    calibration = {
-        name: _of_windows(windows, name, "calibration", settings["start_ms"])
-        for name in NAMES
-    }
-    speed = {
+    speeds = {
         "trained": _of_samples(samples, "samples_per_second"),
         "clicks": _of_samples(samples, "clicks_per_second"),
     }
@@ -70,31 +111,31 @@ def page(state: Mapping[str, Any], live: bool) -> str:
         "served": _of_samples(samples, "age_s"),
         "trained": _of_samples(samples, "behind_s"),
     }
-    answered = {
-        name: _of_windows(live_windows(state), name, "answered", settings["start_ms"])
-        for name in SERVERS
-    }
-    rows = {
-        name: [(each["second"], each["rows"].get(name, 0)) for each in samples]
-        for name in state["rows"]
-    }
-    plots = [
+    live = live_windows(state)
+    answered = {name: _of_windows(live, name, "answered", start_ms) for name in SERVERS}
+    rows = {}
+    for name in state["rows"]:
+        rows[name] = [
+            (sample["second"], sample["rows"].get(name, 0)) for sample in samples
+        ]
+    expired = {"expired": _of_samples(samples, "expired")}
+    return [
         _plot(
             "AUC by window",
             "Each click is scored before the model is trained on it.",
-            auc,
+            aucs,
             "{:.2f}".format,
         ),
         _plot(
             "Calibration by window",
             "The sum of the predictions over the clicks.",
-            calibration,
+            calibrations,
             "{:.2f}".format,
         ),
         _plot(
             "Speed",
             "Clicks that are trained and that arrive, a second.",
-            speed,
+            speeds,
             short,
             zero=True,
         ),
@@ -114,49 +155,14 @@ def page(state: Mapping[str, Any], live: bool) -> str:
             zero=True,
         ),
         _plot("Rows", "Rows of each table.", rows, short, zero=True),
-        _plot(
-            "Expired",
-            "Rows that have expired.",
-            {"expired": _of_samples(samples, "expired")},
-            short,
-            zero=True,
-        ),
+        _plot("Expired", "Rows that have expired.", expired, short, zero=True),
     ]
-    body = [
-        "<h1>Online training</h1>",
-        (
-            f'<p class="faint">{escape(str(settings["folder"]))} ·'
-            f" {escape(state['status'])} · written at"
-            f" {datetime.now():%Y-%m-%d %H:%M:%S}</p>"
-        ),
-        facts(shown),
-        f'<div class="plots">{"".join(plots)}</div>',
-        (
-            '<p class="faint">The horizontal axis has seconds; the clicks before 0 are'
-            " the history, which is trained on before anything is published. A line"
-            " has a gap where nothing is known. <b>trained</b>: the model in the"
-            " trainer. <b>served</b>: the model of <code>recstore follow</code>, at"
-            " the moment at which the item was shown. <b>frozen</b>: the first full"
-            " export. A click is <b>unanswered</b> if it was shown without a score,"
-            f" and <b>late</b> if it was written more than {LATE_S:g} s after its time."
-            " p50 and p99 are over all live clicks, the unanswered ones included.</p>"
-        ),
-        '<div class="columns">',
-        _table("Processes", ["process", "pid", "restarts"], _processes(state)),
-        _table(
-            "Settings",
-            ["setting", "value"],
-            [[name, plain(value)] for name, value in settings.items()],
-        ),
-        "</div>",
-    ]
-    head = f'<meta http-equiv="refresh" content="{RELOAD_S}">\n' if live else ""
-    return document("Online training", "\n".join(body), head)
 
 
 def live_windows(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the windows without a click of the history, for which no server was
-    asked.
+    """Returns the windows without a click of the history.
+
+    No server was asked for the scores of the history.
     """
     first = state["settings"]["history"] + state["settings"]["window"]
     return [window for window in state["windows"] if window["last"] >= first]
@@ -165,23 +171,25 @@ def live_windows(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _of_windows(
     windows: Sequence[Mapping[str, Any]], name: str, metric: str, start_ms: int
 ) -> Points:
-    seconds = [(each["time_ms"] - start_ms) / 1000 for each in windows]
-    values = [each[name][metric] for each in windows]
-    return list(zip(seconds, values, strict=True))
+    points = []
+    for window in windows:
+        second = (window["time_ms"] - start_ms) / 1000
+        points.append((second, window[name][metric]))
+    return points
 
 
 def _of_samples(samples: Sequence[Mapping[str, Any]], name: str) -> Points:
-    return [(each["second"], each[name]) for each in samples]
+    return [(sample["second"], sample[name]) for sample in samples]
 
 
-def _unanswered(outcomes: Mapping[str, int]) -> str:
-    return f"{sum(count for outcome, count in outcomes.items() if outcome != 'answered'):,}"
+def _unanswered(outcomes: Mapping[str, int]) -> int:
+    return sum(count for outcome, count in outcomes.items() if outcome != "answered")
 
 
 def _processes(state: Mapping[str, Any]) -> list[list[str]]:
     return [
-        [name, str(each["pid"]), str(each["restarts"])]
-        for name, each in state["processes"].items()
+        [name, str(process["pid"]), str(process["restarts"])]
+        for name, process in state["processes"].items()
     ]
 
 
@@ -190,9 +198,13 @@ def _number(value: float | None, text_of: Any) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f"<section><h2>{escape(title)}</h2><table><tr>{names}</tr>{cells}</table></section>"
+    lines = [f"<tr>{names}</tr>"]
+    for row in rows:
+        cells = "".join(cell(text) for text in row)
+        lines.append(f"<tr>{cells}</tr>")
+    table = f"<table>{''.join(lines)}</table>"
+    return f"<section><h2>{escape(title)}</h2>{table}</section>"
 
 
 def _plot(
@@ -206,17 +218,19 @@ def _plot(
 
     A name has one colour in all figures.
     """
-    tables = [name for name in lines if name not in PAINTS]
-    paints = PAINTS | {
-        name: colour(len(NAMES) + 1 + number % 2) for number, name in enumerate(tables)
-    }
-    found = [
-        Line(name, points, paints[name])
-        for name, points in lines.items()
-        if any(y is not None for _, y in points)
-    ]
-    now = ", ".join(
-        f"{line.label} {_number(line.points[-1][1], text_of)}" for line in found
-    )
-    caption = f" Now: {now}." if found else ""
-    return figure(title, about + caption, found, text_of, zero=zero)
+    drawn = []
+    latest = []
+    num_tables = 0
+    for name, points in lines.items():
+        if name in PAINTS:
+            paint = PAINTS[name]
+        else:
+            paint = TABLE_PAINTS[num_tables % 2]
+            num_tables += 1
+        if any(y is not None for _, y in points):
+            drawn.append(Line(name, points, paint))
+            _, last_y = points[-1]
+            latest.append(f"{name} {_number(last_y, text_of)}")
+    if drawn:
+        about += f" Now: {', '.join(latest)}."
+    return figure(title, about, drawn, text_of, zero=zero)

@@ -1,11 +1,17 @@
 """Train on clicks while they arrive, and serve the model a few seconds later.
 
-    python examples/online/run.py                               # or: make online
-    python examples/online/run.py --seconds 300 --kills 20      # random processes are killed
-    python examples/online/run.py --url redis://127.0.0.1:6379  # clicks on your Redis server
-    python examples/online/run.py --url kafka://127.0.0.1:9092  # clicks in a topic of your Kafka broker
-    python examples/online/run.py --url file                    # clicks in a file, without Redis
-    python examples/online/run.py --folder runs/online-DATE     # continue a run that was interrupted by Ctrl-C
+    # or: make online
+    python examples/online/run.py
+    # random processes are killed
+    python examples/online/run.py --seconds 300 --kills 20
+    # clicks on your Redis server
+    python examples/online/run.py --url redis://127.0.0.1:6379
+    # clicks in a topic of your Kafka broker
+    python examples/online/run.py --url kafka://127.0.0.1:9092
+    # clicks in a file, without Redis
+    python examples/online/run.py --url file
+    # continue a run that was interrupted by Ctrl-C
+    python examples/online/run.py --folder runs/online-DATE
 
 The example starts a Redis server, a generator of clicks whose taste drifts, a trainer,
 and two servers of predictions: ``recstore follow`` with the rows that the trainer
@@ -13,11 +19,14 @@ publishes, and a second one with the first full export only. Open page.html in t
 folder, which shows all of it while it runs. docs/online.md describes the parts.
 """
 
-# ruff: noqa: E402, RUF009  (flags are read before the import of torch, which takes seconds, and are fields)
+# Flags are read before the import of torch, which takes seconds: E402.
+# A flag is the field of a dataclass: RUF009.
+# ruff: noqa: E402, RUF009
 
 from __future__ import annotations
 
 import json
+import math
 import socket
 import sys
 import time
@@ -113,48 +122,43 @@ from online.supervisor import FINISHED, INTERRUPTED, REDIS, STATE, Supervisor
 def main(flags: Flags) -> None:
     """Starts the processes, waits for the end of the run, and prints its result."""
     check_file(flags.json_out)
-    place = (
-        flags.folder or Path("runs", f"online-{datetime.now():%Y%m%d-%H%M%S}")
-    ).absolute()
-    with _continued(place) if place.exists() else _new(place, flags) as settings:
-        port = (
-            int(settings.url.rpartition(":")[2])
-            if settings.url and settings.redis.exists()
-            else None
-        )
+    default_folder = Path("runs", f"online-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = (flags.folder or default_folder).absolute()
+    page = folder / "page.html"
+    opened = _continued(folder) if folder.exists() else _new(folder, flags)
+    with opened as settings:
+        redis_port = None
+        if settings.url and settings.redis.exists():
+            redis_port = int(settings.url.rpartition(":")[2])
         settings.write()
         console = console_for(flags.json_out)
-        console.print(f"page {place / 'page.html'}", soft_wrap=True, highlight=False)
-        with Supervisor(settings, port, flags.kills) as supervisor:
-            state = supervisor.run(
-                10 * (settings.clicks - settings.history) / settings.rate + PATIENCE_S
-            )
+        console.print(f"page {page}", soft_wrap=True, highlight=False)
+        live_s = (settings.clicks - settings.history) / settings.rate
+        with Supervisor(settings, redis_port, flags.kills) as supervisor:
+            state = supervisor.run(until_s=10 * live_s + PATIENCE_S)
         result = _result(state)
         _report(console, state, result)
-        console.print(
-            f"page               {place / 'page.html'}", soft_wrap=True, highlight=False
-        )
+        console.print(f"page               {page}", soft_wrap=True, highlight=False)
         write_json(flags.json_out, {**state, **result})
     if state["status"] == INTERRUPTED:
-        print(f"interrupted: continue with --folder {place}", file=sys.stderr)
+        print(f"interrupted: continue with --folder {folder}", file=sys.stderr)
         raise SystemExit(130)
 
 
 @contextmanager
-def _new(place: Path, flags: Flags) -> Iterator[Settings]:
+def _new(folder: Path, flags: Flags) -> Iterator[Settings]:
     """Makes the folder of a new run, and locks it."""
-    port = _free_port() if flags.url is None and REDIS is not None else None
-    url = (
-        f"redis://127.0.0.1:{port}"
-        if port is not None
-        else None
-        if flags.url == "file"
-        else flags.url
-    )
+    url = flags.url
+    redis_port = None
+    if url is None and REDIS is not None:
+        redis_port = _free_port()
+        url = f"redis://127.0.0.1:{redis_port}"
+    elif url == "file":
+        url = None
     settings = Settings(
-        folder=place,
+        folder=folder,
         url=url,
-        stream=place.name,
+        stream=folder.name,
         seed=flags.seed,
         history=HISTORY,
         clicks=HISTORY + flags.seconds * flags.rate,
@@ -166,156 +170,158 @@ def _new(place: Path, flags: Flags) -> Iterator[Settings]:
         expire_s=flags.expire,
         **_addresses(),
     )
-    if port is None and url is not None:
+    if redis_port is None and url is not None:
         for problem in server_stream(settings).problems():
             print(f"warning: {problem}", file=sys.stderr)
-    with locked_folder(place):
-        if port is not None:
+    with locked_folder(folder):
+        if redis_port is not None:
             settings.redis.mkdir()
         yield settings
 
 
 @contextmanager
-def _continued(place: Path) -> Iterator[Settings]:
+def _continued(folder: Path) -> Iterator[Settings]:
     """Continues the run of a folder on other ports, and locks the folder.
 
     Raises:
         DataError: The folder has no run, its run has finished, or another command runs
             it.
     """
-    if not (place / FILE).is_file():
+    if not (folder / FILE).is_file():
         raise DataError(
-            f"{place} exists and has no run to continue: choose a new folder with"
+            f"{folder} exists and has no run to continue: choose a new folder with"
             " --folder"
         )
-    with locked_folder(place):
-        settings = Settings.read(place)
-        state = place / STATE
+    with locked_folder(folder):
+        settings = Settings.read(folder)
+        state = folder / STATE
         if state.exists() and json.loads(state.read_bytes())["status"] == FINISHED:
             raise DataError(
-                f"{place}: this run has finished: choose a new folder with --folder"
+                f"{folder}: this run has finished: choose a new folder with --folder"
             )
-        url = (
-            f"redis://127.0.0.1:{_free_port()}"
-            if settings.redis.exists()
-            else settings.url
-        )
+        url = settings.url
+        if settings.redis.exists():
+            url = f"redis://127.0.0.1:{_free_port()}"
         # The clicks go on when all processes are ready.
         settings.opened.unlink(missing_ok=True)
         yield replace(settings, url=url, session_ms=_now_ms(), **_addresses())
 
 
 def _result(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of the end: of each sixth of the live clicks, and of the
-    whole run.
+    """Returns the result of the run.
+
+    ``parts`` has the metrics of each sixth of the live clicks. ``margin`` is the
+    smallest difference between the AUC of the served and of the frozen model in the
+    last third of them. ``restarts`` are counted for each process.
     """
     start_ms = state["settings"]["start_ms"]
     live = live_windows(state)
-    size = -(-len(live) // 6) or 1
+    size = max(math.ceil(len(live) / 6), 1)
     parts = [
         _part(live[begin : begin + size], start_ms)
         for begin in range(0, len(live), size)
     ]
-    last = [
-        each
-        for each in parts[len(parts) * 2 // 3 :]
-        if each["served"] is not None and each["frozen"] is not None
+    margins = [
+        part["served"] - part["frozen"]
+        for part in parts[len(parts) * 2 // 3 :]
+        if part["served"] is not None and part["frozen"] is not None
     ]
+    processes = state["processes"]
     return {
         "parts": parts,
-        "margin": min((each["served"] - each["frozen"] for each in last), default=None),
-        "restarts": {
-            name: each["restarts"] for name, each in state["processes"].items()
-        },
+        "margin": min(margins, default=None),
+        "restarts": {name: processes[name]["restarts"] for name in processes},
     }
 
 
 def _part(windows: Sequence[Mapping[str, Any]], start_ms: int) -> dict[str, Any]:
-    """Returns the mean metrics of those windows that have them."""
+    """Returns the means of the metrics over the windows that have them."""
 
     def mean(model: str, metric: str) -> float | None:
-        values = [
-            value for window in windows if (value := window[model][metric]) is not None
-        ]
+        values = [window[model][metric] for window in windows]
+        values = [value for value in values if value is not None]
         return sum(values) / len(values) if values else None
 
     return {
         "until_s": (windows[-1]["time_ms"] - start_ms) / 1000,
-        **{model: mean(model, "auc") for model in ("trained", "served", "frozen")},
+        "trained": mean("trained", "auc"),
+        "served": mean("served", "auc"),
+        "frozen": mean("frozen", "auc"),
         "calibration": mean("served", "calibration"),
         "answered": mean("served", "answered"),
     }
 
 
+# The columns of the printed table, by the name of their number.
+PART_TITLES = {
+    "until_s": "until second",
+    "trained": "trained",
+    "served": "served",
+    "frozen": "frozen",
+    "calibration": "calibration, served",
+    "answered": "answered, served",
+}
+
+
 def _report(console: Console, state: dict[str, Any], result: dict[str, Any]) -> None:
+    """Prints the result."""
     table = Table(title="AUC of clicks that were scored before they were trained on")
-    for title in (
-        "until second",
-        "trained",
-        "served",
-        "frozen",
-        "calibration, served",
-        "answered, served",
-    ):
+    for title in PART_TITLES.values():
         table.add_column(title, justify="right")
     for part in result["parts"]:
-        second, *metrics = part.values()
-        table.add_row(
-            f"{second:.0f}",
-            *("-" if each is None else f"{each:.4f}" for each in metrics),
-        )
+        cells = [f"{part['until_s']:.0f}"]
+        for name in list(PART_TITLES)[1:]:
+            cells.append("-" if part[name] is None else f"{part[name]:.4f}")
+        table.add_row(*cells)
     console.print(table)
-    restarts = ", ".join(
-        f"{name} {count}" for name, count in result["restarts"].items() if count
-    )
-    lines = {
-        "clicks trained": f"{state['offset']:,}",
-        "rows": ", ".join(f"{name} {count:,}" for name, count in state["rows"].items()),
-        "rows expired": f"{state['expired']:,}",
-        "age of served rows": (
-            "-"
-            if state["age_p50_s"] is None
-            else (
-                f"p50 {state['age_p50_s']:.1f} s, p99 {state['age_p99_s']:.1f} s over"
-                " all live clicks"
-            )
-        ),
-        **{
-            f"clicks, {name}": _outcomes(each)
-            for name, each in state["outcomes"].items()
-        },
-        "late clicks": (
-            f"{state['late']:,} written more than {LATE_S:g} s after their time"
-        ),
-        "deltas applied": (
-            f"{state['deltas_applied']:,}, full exports loaded"
-            f" {state['fulls_loaded']:,}"
-        ),
-        "restarts": restarts or "none",
-        "follower": (
-            "equal to a full export of the trained model"
-            if state["status"] == FINISHED
-            else "not compared with the trained model: the run was interrupted"
-        ),
-        "served over frozen": (
-            "-"
-            if result["margin"] is None
-            else f"AUC {result['margin']:+.4f} in the last third"
-        ),
-    }
-    for name, value in lines.items():
+    for name, value in _lines(state, result).items():
         console.print(f"{name:<19}{value}", soft_wrap=True, highlight=False)
 
 
-def _outcomes(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {outcome}" for outcome, count in counts.items())
+def _lines(state: dict[str, Any], result: dict[str, Any]) -> dict[str, str]:
+    """Returns the lines below the table, by name."""
+    ages = "-"
+    if state["age_p50_s"] is not None:
+        ages = (
+            f"p50 {state['age_p50_s']:.1f} s, p99 {state['age_p99_s']:.1f} s over all"
+            " live clicks"
+        )
+    follower = "not compared with the trained model: the run was interrupted"
+    if state["status"] == FINISHED:
+        follower = "equal to a full export of the trained model"
+    margin = "-"
+    if result["margin"] is not None:
+        margin = f"AUC {result['margin']:+.4f} in the last third"
+    rows = [f"{name} {count:,}" for name, count in state["rows"].items()]
+    restarts = [
+        f"{name} {count}" for name, count in result["restarts"].items() if count
+    ]
+
+    lines = {
+        "clicks trained": f"{state['offset']:,}",
+        "rows": ", ".join(rows),
+        "rows expired": f"{state['expired']:,}",
+        "age of served rows": ages,
+    }
+    for name, counts in state["outcomes"].items():
+        outcomes = [f"{count:,} {outcome}" for outcome, count in counts.items()]
+        lines[f"clicks, {name}"] = ", ".join(outcomes)
+    lines["late clicks"] = (
+        f"{state['late']:,} written more than {LATE_S:g} s after their time"
+    )
+    lines["deltas applied"] = (
+        f"{state['deltas_applied']:,}, full exports loaded {state['fulls_loaded']:,}"
+    )
+    lines["restarts"] = ", ".join(restarts) or "none"
+    lines["follower"] = follower
+    lines["served over frozen"] = margin
+    return lines
 
 
 def _addresses() -> dict[str, str]:
-    return {
-        name: f"127.0.0.1:{_free_port()}"
-        for name in ("grpc", "http", "frozen_grpc", "frozen_http")
-    }
+    """Returns the settings of the followers' addresses, with free ports."""
+    names = ("grpc", "http", "frozen_grpc", "frozen_http")
+    return {name: f"127.0.0.1:{_free_port()}" for name in names}
 
 
 def _now_ms() -> int:

@@ -23,6 +23,9 @@ It changes with the fields of a click.
 """
 
 
+_BROKERS = re.compile(r"kafka://([^@/?#,]+:\d+)(,[^@/?#,]+:\d+)*")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of a run.
@@ -87,9 +90,7 @@ class Settings:
     frozen_http: str = ""
 
     def __post_init__(self) -> None:
-        if self.is_kafka and not re.fullmatch(
-            r"kafka://([^@/?#,]+:\d+)(,[^@/?#,]+:\d+)*", self.url or ""
-        ):
+        if self.is_kafka and not _BROKERS.fullmatch(self.url or ""):
             raise DataError(
                 "--url must be kafka://host:port, or several host:port with commas,"
                 " without credentials"
@@ -112,11 +113,10 @@ class Settings:
 
     @property
     def opened(self) -> Path:
-        """The file with the moment at which the first live click was due, in
-        milliseconds since 1970.
+        """The file with the moment at which the first live click was due.
 
-        The time for which a run was interrupted does not count: the moment is later
-        then.
+        It is in milliseconds since 1970. The time for which a run was interrupted does
+        not count: the moment is later then.
         """
         return self.folder / "opened"
 
@@ -140,11 +140,9 @@ class Settings:
 
     def shown(self) -> dict[str, Any]:
         """Returns the settings for JSON, without the credentials in the URL."""
-        url = (
-            self.url
-            if self.url is None or self.is_kafka
-            else RedisStore(self.url).public_url
-        )
+        url = self.url
+        if url is not None and not self.is_kafka:
+            url = RedisStore(url).public_url
         return asdict(self) | {"folder": str(self.folder), "url": url}
 
     def write(self) -> None:
@@ -152,12 +150,10 @@ class Settings:
 
         Only the user can read the file, because the URL is complete.
         """
+        settings = {"format": FORMAT, **self.shown(), "url": self.url}
         path = self.folder / FILE
         path.touch(mode=0o600)
-        path.write_text(
-            json.dumps({"format": FORMAT, **self.shown(), "url": self.url}, indent=2)
-            + "\n"
-        )
+        path.write_text(json.dumps(settings, indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
@@ -166,10 +162,11 @@ class Settings:
         Raises:
             DataError: Another version of the example has written them.
         """
-        read = json.loads((folder / FILE).read_text())
-        if read.pop("format", 1) != FORMAT:
+        settings = json.loads((folder / FILE).read_text())
+        if settings.pop("format", 1) != FORMAT:
             raise DataError(
                 f"{folder}: another version of the example has written this run: choose"
                 " a new folder"
             )
-        return cls(**read | {"folder": folder})
+        settings["folder"] = folder
+        return cls(**settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -28,9 +28,7 @@ QUERY_S = 10.0
 
 
 class ClickStream(Protocol):
-    """A stream of clicks, with one process that appends to it and any number of
-    readers.
-    """
+    """A stream of clicks, with one writer and any number of readers."""
 
     def last(self) -> int:
         """Returns the number of the last click, or 0 if there is none."""
@@ -47,8 +45,8 @@ class ClickStream(Protocol):
             DataError: The stream ends before click ``first - 1``.
         """
 
-    def read(self, after: int, count: int) -> Clicks:
-        """Returns the next clicks after click ``after``, at most ``count``.
+    def read(self, offset: int, count: int) -> Clicks:
+        """Returns the next clicks after click ``offset``, at most ``count``.
 
         It waits for a moment if there is none.
 
@@ -56,9 +54,10 @@ class ClickStream(Protocol):
             DataError: The stream has lost clicks.
         """
 
-    def trim(self, through: int) -> None:
-        """Allows the stream to delete the clicks up to ``through``, which no process
-        reads again.
+    def trim(self, offset: int) -> None:
+        """Allows the stream to delete the clicks up to click ``offset``.
+
+        No process reads them again.
         """
 
 
@@ -72,9 +71,9 @@ def stream_of(settings: Settings) -> ClickStream:
 def server_stream(settings: Settings) -> RedisStream | KafkaStream:
     """Returns the stream of a run that has a server."""
     assert settings.url is not None
-    return (KafkaStream if settings.is_kafka else RedisStream)(
-        settings.url, settings.stream
-    )
+    if settings.is_kafka:
+        return KafkaStream(settings.url, settings.stream)
+    return RedisStream(settings.url, settings.stream)
 
 
 def _repeated(
@@ -83,9 +82,9 @@ def _repeated(
     server: str,
     retry_s: float,
 ) -> T:
-    """Calls ``action``.
+    """Calls ``action`` until it succeeds.
 
-    If it fails by one of ``failures``, repeats the call for at most ``retry_s``
+    If it fails by one of ``failures``, the call is repeated, for at most ``retry_s``
     seconds.
     """
     backoff = Backoff(retry_s)
@@ -133,22 +132,21 @@ class FileStream:
             file.flush()
             os.fsync(file.fileno())
 
-    def read(self, after: int, count: int) -> Clicks:
+    def read(self, offset: int, count: int) -> Clicks:
         """See :meth:`ClickStream.read`."""
         last = self.last()
-        if last < after:
+        if last < offset:
             raise DataError(
-                f"{self._path} ends with click {last:,}, and click {after:,} has been"
+                f"{self._path} ends with click {last:,}, and click {offset:,} has been"
                 " trained on"
             )
-        if last == after:
+        if last == offset:
             time.sleep(WAIT_S / 5)
-        return np.fromfile(
-            self._path, CLICK, min(count, last - after), offset=after * CLICK.itemsize
-        )
+        count = min(count, last - offset)
+        return np.fromfile(self._path, CLICK, count, offset=offset * CLICK.itemsize)
 
-    def trim(self, through: int) -> None:
-        """See :meth:`ClickStream.trim`."""
+    def trim(self, offset: int) -> None:
+        """See :meth:`ClickStream.trim`. The file is never trimmed."""
 
 
 class RedisStream:
@@ -178,8 +176,10 @@ class RedisStream:
         )
 
     def problems(self) -> list[str]:
-        """Checks the server of a new stream, and returns the settings with which it may
-        lose clicks.
+        """Checks the server of a new stream.
+
+        Returns:
+            The settings with which it may lose clicks, a warning for each.
 
         Raises:
             DataError: The stream exists, or the server cannot be reached.
@@ -190,19 +190,22 @@ class RedisStream:
                     f"the stream {self._key} exists: delete it, or choose another"
                     " folder with --folder"
                 )
-            found = {
+            config = {
                 **self._client.config_get("appendonly"),
                 **self._client.config_get("appendfsync"),
             }
         except self._redis.RedisError as error:
             raise DataError(f"the Redis server cannot be used: {error}") from error
-        wanted = {"appendonly": "yes", "appendfsync": "always"}
-        return [
-            f"the Redis server has {name} {found.get(name)}: it may lose clicks if it"
-            f" is killed; set {name} {value}"
-            for name, value in wanted.items()
-            if found.get(name) != value
-        ]
+        durable_config = {"appendonly": "yes", "appendfsync": "always"}
+        problems = []
+        for name, durable_value in durable_config.items():
+            value = config.get(name)
+            if value != durable_value:
+                problems.append(
+                    f"the Redis server has {name} {value}: it may lose clicks if it is"
+                    f" killed; set {name} {durable_value}"
+                )
+        return problems
 
     def last(self) -> int:
         """See :meth:`ClickStream.last`."""
@@ -218,66 +221,50 @@ class RedisStream:
                     f"{self._key} ends with click {last:,}, so click {first:,} cannot"
                     " be appended"
                 )
+            new_clicks = clicks[last + 1 - first :].tolist()
             # all of them or none
             with self._client.pipeline(transaction=True) as pipeline:
-                for number, click in enumerate(
-                    clicks[last + 1 - first :].tolist(), last + 1
-                ):
-                    pipeline.xadd(
-                        self._key,
-                        dict(zip(CLICK.names or (), click, strict=True)),
-                        id=f"{number}-0",
-                    )
-                # An answer that was lost: the clicks arrive while this call repeats
-                # them, and Redis refuses the IDs.
+                for number, click in enumerate(new_clicks, last + 1):
+                    fields = dict(zip(CLICK.names or (), click, strict=True))
+                    pipeline.xadd(self._key, fields, id=f"{number}-0")
+                # If an answer was lost, the clicks arrive while this call repeats them.
+                # Redis then refuses their IDs.
                 for answer in pipeline.execute(raise_on_error=False):
-                    if isinstance(answer, Exception) and "equal or smaller" not in str(
-                        answer
-                    ):
+                    is_error = isinstance(answer, Exception)
+                    if is_error and "equal or smaller" not in str(answer):
                         raise answer
 
         self._call(add)
 
-    def read(self, after: int, count: int) -> Clicks:
+    def read(self, offset: int, count: int) -> Clicks:
         """See :meth:`ClickStream.read`."""
         wait_ms = int(1000 * WAIT_S)
+        positions = {self._key: f"{offset}-0"}
         answer = self._call(
-            lambda: self._client.xread(
-                {self._key: f"{after}-0"}, count=count, block=wait_ms
-            )
+            lambda: self._client.xread(positions, count=count, block=wait_ms)
         )
         if not answer:
             last = self.last()
-            if last < after:
+            if last < offset:
                 raise DataError(
-                    f"{self._key} ends with click {last:,}, and click {after:,} has"
+                    f"{self._key} ends with click {last:,}, and click {offset:,} has"
                     " been trained on"
                 )
             return np.empty(0, CLICK)
-        entries = answer[0][1]
-        first, last = (
-            int(entry[0].partition(b"-")[0]) for entry in (entries[0], entries[-1])
-        )
-        if (first, last) != (after + 1, after + len(entries)):
+        _, entries = answer[0]
+        first = _number_of_entry(entries[0][0])
+        last = _number_of_entry(entries[-1][0])
+        if (first, last) != (offset + 1, offset + len(entries)):
             raise DataError(
-                f"{self._key} lacks clicks between {after + 1:,} and {last:,}"
+                f"{self._key} lacks clicks between {offset + 1:,} and {last:,}"
             )
-        names = [name.encode() for name in CLICK.names or ()]
-        kinds = [
-            float if CLICK[name].kind == "f" else int for name in CLICK.names or ()
-        ]
-        fields = [
-            tuple(kind(entry[name]) for name, kind in zip(names, kinds, strict=True))
-            for _, entry in entries
-        ]
-        return np.array(fields, CLICK)
+        return np.array([_click_of_entry(fields) for _, fields in entries], CLICK)
 
-    def trim(self, through: int) -> None:
+    def trim(self, offset: int) -> None:
         """See :meth:`ClickStream.trim`."""
+        first_kept = f"{offset + 1}-0"
         self._call(
-            lambda: self._client.xtrim(
-                self._key, minid=f"{through + 1}-0", approximate=True
-            )
+            lambda: self._client.xtrim(self._key, minid=first_kept, approximate=True)
         )
 
     def _last(self) -> int:
@@ -287,11 +274,25 @@ class RedisStream:
             if "no such key" in str(error):
                 return 0
             raise
-        return int(info["last-generated-id"].partition(b"-")[0])
+        return _number_of_entry(info["last-generated-id"])
 
     def _call(self, action: Callable[[], T]) -> T:
         failures = (self._redis.ConnectionError, self._redis.TimeoutError)
         return _repeated(action, failures, "Redis server", RETRY_S)
+
+
+def _number_of_entry(entry_id: bytes) -> int:
+    """Returns the number of the click: 17 of ``17-0``."""
+    return int(entry_id.partition(b"-")[0])
+
+
+def _click_of_entry(fields: Mapping[bytes, bytes]) -> tuple[float, ...]:
+    """Returns the values of a click in the order of ``CLICK``."""
+    values: list[float] = []
+    for name in CLICK.names or ():
+        kind = float if CLICK[name].kind == "f" else int
+        values.append(kind(fields[name.encode()]))
+    return tuple(values)
 
 
 class KafkaStream:
@@ -321,33 +322,36 @@ class KafkaStream:
             raise DataError(
                 "clicks on Kafka need a package: pip install confluent-kafka"
             ) from error
-        self._kafka, self._topic = confluent_kafka, topic
+        self._kafka = confluent_kafka
+        self._topic = topic
         self._settings = {
             "bootstrap.servers": url.removeprefix("kafka://"),
             "log_level": 0,
         }
         self._consumer = confluent_kafka.Consumer(
-            self._settings
-            # The client demands the ID of a group, which it never joins. A fetch that
-            # waits delays other requests.
-            | {
-                "group.id": topic,
+            {
+                **self._settings,
+                "group.id": topic,  # The client demands it, and never joins the group.
                 "enable.auto.commit": False,
                 "auto.offset.reset": "error",
-                "fetch.wait.max.ms": 100,
+                "fetch.wait.max.ms": 100,  # A fetch that waits delays other requests.
             }
         )
-        self._after: int | None = None  # The consumer continues after this click.
-        self._last: int | None = None  # the last click, if this process has appended it
+        # the click after which the consumer continues
+        self._read_offset: int | None = None
+        # the last click, if this process has appended it
+        self._last: int | None = None
 
     @cached_property
     def _producer(self) -> Any:
-        safe = {
-            "enable.idempotence": True,
-            "acks": "all",
-            "message.timeout.ms": int(1000 * RETRY_S),
-        }
-        return self._kafka.Producer(self._settings | safe)
+        return self._kafka.Producer(
+            {
+                **self._settings,
+                "enable.idempotence": True,
+                "acks": "all",
+                "message.timeout.ms": int(1000 * RETRY_S),
+            }
+        )
 
     def problems(self) -> list[str]:
         """Checks the topic of a new stream, and creates it. There are no warnings.
@@ -380,9 +384,10 @@ class KafkaStream:
                 f"{self._topic} ends with click {last:,}, so click {first:,} cannot be"
                 " appended"
             )
-        self._last, problems = None, list[str]()
+        self._last = None
+        problems: list[str] = []
 
-        def delivered(error: Any, record: Any) -> None:
+        def on_delivery(error: Any, record: Any) -> None:
             if error is not None:
                 problems.append(
                     f"{self._topic} has not taken click {int(record.key()):,}:"
@@ -390,7 +395,7 @@ class KafkaStream:
                 )
             elif record.offset() != int(record.key()) - 1:
                 problems.append(
-                    self._misplaced(record) + ": another process writes to the topic"
+                    f"{self._misplaced(record)}: another process writes to the topic"
                 )
 
         for number, click in enumerate(clicks[last + 1 - first :], last + 1):
@@ -399,63 +404,66 @@ class KafkaStream:
                 click.tobytes(),
                 str(number),
                 partition=0,
-                on_delivery=delivered,
+                on_delivery=on_delivery,
             )
         self._producer.flush()  # Each record has been delivered or has failed.
         if problems:
             raise DataError(problems[0])
         self._last = max(last, first + len(clicks) - 1)
 
-    def read(self, after: int, count: int) -> Clicks:
+    def read(self, offset: int, count: int) -> Clicks:
         """See :meth:`ClickStream.read`."""
-        if after != self._after:
-            self._consumer.assign([self._kafka.TopicPartition(self._topic, 0, after)])
-        self._after = None  # An error begins again at the offset.
+        if offset != self._read_offset:
+            place = self._kafka.TopicPartition(self._topic, 0, offset)
+            self._consumer.assign([place])
+        self._read_offset = None  # An error begins again at the offset.
         records = self._consumer.consume(count, WAIT_S)
         errors = [record.error() for record in records if record.error() is not None]
         if errors or not records:
-            before, last = self._call(self._ends)
-            if before > after:
-                raise DataError(
-                    f"{self._topic} begins with click {before + 1:,}, and click"
-                    f" {after + 1:,} is the next one to train on: the retention of the"
-                    " topic has deleted the clicks between them"
-                )
-            if last < after:
-                raise DataError(
-                    f"{self._topic} ends with click {last:,}, and click {after:,} has"
-                    " been trained on"
-                )
+            self._check_ends(offset)
         if errors:
             raise DataError(
-                f"{self._topic} cannot be read after click {after:,}: {errors[0].str()}"
+                f"{self._topic} cannot be read after click {offset:,}:"
+                f" {errors[0].str()}"
             )
-        for number, record in enumerate(records, after + 1):
-            if (record.offset(), record.key(), len(record)) != (
-                number - 1,
-                b"%d" % number,
-                CLICK.itemsize,
-            ):
+        for number, record in enumerate(records, offset + 1):
+            is_click = record.key() == b"%d" % number and len(record) == CLICK.itemsize
+            if record.offset() != number - 1 or not is_click:
                 raise DataError(
                     f"{self._misplaced(record)}, where click {number:,} is expected at"
                     f" offset {number - 1}"
                 )
-        self._after = after + len(records)
+        self._read_offset = offset + len(records)
         return np.frombuffer(b"".join(record.value() for record in records), CLICK)
 
-    def trim(self, through: int) -> None:
-        """See :meth:`ClickStream.trim`."""
+    def trim(self, offset: int) -> None:
+        """See :meth:`ClickStream.trim`. The retention of the topic deletes clicks."""
+
+    def _check_ends(self, offset: int) -> None:
+        """Raises a DataError if the topic has lost clicks after click ``offset``."""
+        deleted, last = self._call(self._ends)
+        if deleted > offset:
+            raise DataError(
+                f"{self._topic} begins with click {deleted + 1:,}, and click"
+                f" {offset + 1:,} is the next one to train on: the retention of the"
+                " topic has deleted the clicks between them"
+            )
+        if last < offset:
+            raise DataError(
+                f"{self._topic} ends with click {last:,}, and click {offset:,} has been"
+                " trained on"
+            )
 
     def _misplaced(self, record: Any) -> str:
-        record_at = (
-            f"a record of {len(record)} bytes with the key {record.key()!r} at offset"
-            f" {record.offset()}"
+        return (
+            f"{self._topic} has a record of {len(record)} bytes with the key"
+            f" {record.key()!r} at offset {record.offset()}"
         )
-        return f"{self._topic} has {record_at}"
 
     def _ends(self) -> tuple[int, int]:
-        """Returns the number of the click before the first one, and the number of the
-        last one.
+        """Returns the numbers of the last click that was deleted and of the last click.
+
+        The first number is 0 if no click was deleted.
         """
         place = self._kafka.TopicPartition(self._topic, 0)
         ends: tuple[int, int] = self._consumer.get_watermark_offsets(
@@ -464,16 +472,19 @@ class KafkaStream:
         return ends
 
     def _call(self, action: Callable[[], T], retry_s: float = RETRY_S) -> T:
-        return _repeated(
-            action, (self._kafka.KafkaException,), f"Kafka topic {self._topic}", retry_s
-        )
+        failures = (self._kafka.KafkaException,)
+        return _repeated(action, failures, f"Kafka topic {self._topic}", retry_s)
 
 
-def read_batch(stream: ClickStream, after: int, count: int) -> Clicks:
-    """Waits for exactly ``count`` clicks after click ``after``, so that batches do not
-    depend on when clicks arrive.
+def read_batch(stream: ClickStream, offset: int, count: int) -> Clicks:
+    """Waits for exactly ``count`` clicks after click ``offset``.
+
+    Batches therefore do not depend on when clicks arrive.
     """
-    parts = [stream.read(after, count)]
-    while (missing := count - sum(map(len, parts))) > 0:
-        parts.append(stream.read(after + count - missing, missing))
+    parts = []
+    end = offset + count
+    while not parts or offset < end:
+        clicks = stream.read(offset, end - offset)
+        parts.append(clicks)
+        offset += len(clicks)
     return np.concatenate(parts)

@@ -1,5 +1,6 @@
-"""Starts the processes of an online run, starts those again that die, and writes the
-page.
+"""Starts the processes of an online run, and starts those again that die.
+
+It also writes the page.
 """
 
 from __future__ import annotations
@@ -31,29 +32,27 @@ from torchrec_recstore_serving.publish.publications import FULL
 
 STATE = "state.json"
 """The file with the state of a run. A run that goes on reads it."""
-FINISHED, INTERRUPTED = "finished", "interrupted: the same folder continues it"
-TICK_S, WRITE_S = 0.2, 1.0
+FINISHED = "finished"
+INTERRUPTED = "interrupted: the same folder continues it"
+TICK_S = 0.2
+WRITE_S = 1.0
 PAUSES_S = (0.2, 1.0, 3.0, 10.0)
-"""The pauses before a process is started again, if it has failed several times in a
-row.
-"""
-STEADY_S = 30.0  # A process that has run for so long has not failed in a row.
-SAMPLES = 600  # of the page
+"""The pauses before a process is started again after failures in a row."""
+STEADY_S = 30.0
+"""A failure after this time is not one in a row."""
+MAX_SAMPLES = 600  # of the page
 SPEED_SAMPLES = 5  # A speed is that of the last five seconds.
-ANSWER_S = 0.5  # The follower may take this time to tell its state.
-UNSEEN: dict[str, Any] = {
-    "outcomes": {},
-    "late": 0,
-    "age_p50_s": None,
-    "age_p99_s": None,
-}
-BEFORE = {
+ANSWER_S = 0.5  # The follower may take this time to answer.
+NO_TRAINER: dict[str, Any] = {
     "offset": 0,
     "rows": {},
     "expired": 0,
     "windows": [],
     "final_version": None,
-    **UNSEEN,
+    "outcomes": {},
+    "late": 0,
+    "age_p50_s": None,
+    "age_p99_s": None,
 }
 """``trainer.json`` before the trainer has written it."""
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -72,14 +71,17 @@ class Process:
     def __init__(
         self, name: str, command: Sequence[str], log: Path, restarts: int
     ) -> None:
-        self.name, self.restarts = name, restarts - 1
-        self._command, self._log = list(command), log
-        self._failures, self._next = 0, 0.0
+        self.name = name
+        self.restarts = restarts - 1  # _start() counts this start
+        self._command = list(command)
+        self._log = log
+        self._failures = 0  # in a row
+        self._restart_at: float | None = None
         self._start()
 
     @property
     def pid(self) -> int:
-        """The id of the process, or of the process that was there last."""
+        """The id of the process, or of the last process if none runs."""
         return self._process.pid
 
     @property
@@ -102,19 +104,21 @@ class Process:
         status = self._process.poll()
         if status is None or status == 0:
             return
-        if not self._next:
-            self._failures = (
-                0
-                if status < 0 or time.monotonic() - self._began > STEADY_S
-                else self._failures + 1
-            )
+        if self._restart_at is None:
+            is_killed = status < 0
+            is_steady = time.monotonic() - self._begin > STEADY_S
+            if is_killed or is_steady:
+                self._failures = 0
+            else:
+                self._failures += 1
             if self._failures > len(PAUSES_S):
                 raise DataError(
                     f"the {self.name} has failed {self._failures} times in a row, see"
                     f" {self._log}"
                 )
-            self._next = time.monotonic() + PAUSES_S[max(self._failures - 1, 0)]
-        elif time.monotonic() >= self._next:
+            pause_s = PAUSES_S[max(self._failures - 1, 0)]
+            self._restart_at = time.monotonic() + pause_s
+        elif time.monotonic() >= self._restart_at:
             self._start()
 
     def kill(self) -> None:
@@ -123,9 +127,7 @@ class Process:
         self._process.wait()
 
     def stop(self) -> None:
-        """Ends the process by SIGTERM, and by SIGKILL if it takes more than ten
-        seconds.
-        """
+        """Ends the process by SIGTERM, and by SIGKILL after ten seconds."""
         self._process.terminate()
         try:
             self._process.wait(10)
@@ -148,13 +150,15 @@ class Process:
                 env=environment,
                 preexec_fn=_die_too,
             )
-        self._began, self._next = time.monotonic(), 0.0
+        self._begin = time.monotonic()
+        self._restart_at = None
         self.restarts += 1
 
 
 def _die_too() -> None:
-    """Makes the kernel kill this process when the supervisor dies, and keeps Ctrl-C to
-    the supervisor.
+    """Makes the kernel kill this process when the supervisor dies.
+
+    Ctrl-C does not reach this process.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.setpgrp()
@@ -168,46 +172,47 @@ class Supervisor:
     Args:
         settings: The settings, which are written to the run's folder.
         redis_port: The port of the Redis server to start, or None.
-        kills: The number of SIGKILLs that random processes get, spread over the time of
-            the live clicks that is left.
+        kills: The number of SIGKILLs that random processes get, spread over the
+            remaining time of the live clicks.
     """
 
     def __init__(self, settings: Settings, redis_port: int | None, kills: int) -> None:
         self.settings = settings
-        before: dict[str, Any] = {"samples": [], "kills": [], "processes": {}}
+        saved: dict[str, Any] = {"samples": [], "kills": [], "processes": {}}
         with suppress(FileNotFoundError):
-            before = json.loads((settings.folder / STATE).read_bytes())
-        self._samples: list[dict[str, Any]] = before["samples"]
+            saved = json.loads((settings.folder / STATE).read_bytes())
+        self.kills: list[str] = saved["kills"]
+        self._samples: list[dict[str, Any]] = saved["samples"]
+        self._restarts = {
+            name: process["restarts"] for name, process in saved["processes"].items()
+        }
+        begin_s = self._samples[-1]["second"] if self._samples else 0.0
+        end_s = (settings.clicks - settings.history) / settings.rate
         self._random = random.Random(settings.seed)
-        done_s = self._samples[-1]["second"] if self._samples else 0.0
-        live_s = (settings.clicks - settings.history) / settings.rate
-        self._kills_at = sorted(
-            self._random.uniform(done_s, live_s) for _ in range(kills)
+        self._kill_times = sorted(
+            self._random.uniform(begin_s, end_s) for _ in range(kills)
         )
         self._victims: list[str] = []  # shuffled, so that each of them is killed
-        self.kills: list[str] = before["kills"]
-        self._restarts = {
-            name: each["restarts"] for name, each in before["processes"].items()
-        }
-        self._follower: dict[str, Any] = {}  # its last answer
+        self._follower_state: dict[str, Any] = {}  # its last answer
         # the moment of the rows of this answer, in seconds since 1970
-        self._fresh: float | None = None
+        self._rows_time: float | None = None
         self.processes: dict[str, Process] = {}
         self._stack = ExitStack()
         with self._stack:
-            if redis_port is not None:
-                self._run("redis", _redis(settings.redis, redis_port))
-            worker = [sys.executable, str(Path(__file__).with_name("worker.py"))]
-            self._run("trainer", [*worker, "trainer", str(settings.folder)])
-            self._run(
-                "follower", _follow(settings.published, settings.grpc, settings.http)
-            )
-            self._run(
-                "frozen",
-                _follow(settings.frozen, settings.frozen_grpc, settings.frozen_http),
-            )
-            self._run("generator", [*worker, "generator", str(settings.folder)])
+            self._run_all(redis_port)
             self._stack = self._stack.pop_all()
+
+    def _run_all(self, redis_port: int | None) -> None:
+        settings = self.settings
+        worker = [sys.executable, str(Path(__file__).with_name("worker.py"))]
+        follower = _follow(settings.published, settings.grpc, settings.http)
+        frozen = _follow(settings.frozen, settings.frozen_grpc, settings.frozen_http)
+        if redis_port is not None:
+            self._run("redis", _redis(settings.redis, redis_port))
+        self._run("trainer", [*worker, "trainer", str(settings.folder)])
+        self._run("follower", follower)
+        self._run("frozen", frozen)
+        self._run("generator", [*worker, "generator", str(settings.folder)])
 
     def __enter__(self) -> Supervisor:
         return self
@@ -216,8 +221,9 @@ class Supervisor:
         self._stack.close()
 
     def run(self, until_s: float) -> dict[str, Any]:
-        """Runs until the trainer has seen all clicks and the follower serves the model
-        of this moment, or until Ctrl-C.
+        """Runs until the trainer has seen all clicks, or until Ctrl-C.
+
+        The follower then serves the model of this moment.
 
         Args:
             until_s: The longest time, in seconds.
@@ -239,23 +245,17 @@ class Supervisor:
             raise
 
     def _run_to_end(self, until_s: float) -> dict[str, Any]:
-        end, write_at = time.monotonic() + until_s, 0.0
+        end = time.monotonic() + until_s
+        write_at = 0.0
         while True:
             for process in self.processes.values():
                 process.watch()
             self._freeze()
             self._kill_one()
             if time.monotonic() >= write_at:
-                state, write_at = (
-                    self._write("running", live=True),
-                    time.monotonic() + WRITE_S,
-                )
-                final = state["final_version"]
-                if (
-                    self.processes["trainer"].has_ended
-                    and final is not None
-                    and state["served_version"] == final
-                ):
+                state = self._write("running", live=True)
+                write_at = time.monotonic() + WRITE_S
+                if self.processes["trainer"].has_ended and _serves_final(state):
                     return self._write(FINISHED, live=False)
             if time.monotonic() > end:
                 raise DataError(
@@ -265,90 +265,98 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def state(self) -> dict[str, Any]:
-        """Returns what the page shows: the numbers of the trainer and of the follower,
-        and the processes.
+        """Returns the state of the run, which the page shows.
+
+        It has the numbers of the trainer and of the follower, and the processes.
         """
-        trainer = dict(BEFORE)
+        trainer_state = dict(NO_TRAINER)
         with suppress(FileNotFoundError):
-            trainer = json.loads((self.settings.folder / "trainer.json").read_bytes())
-        answers, url = False, f"http://{self.settings.http}/state"
-        with (
-            suppress(OSError, HTTPException, ValueError),
-            urllib.request.urlopen(url, timeout=ANSWER_S) as answer,
-        ):
-            self._follower, answers = json.load(answer), True
-            if self._follower.get("seconds_behind") is not None:
-                self._fresh = time.time() - self._follower["seconds_behind"]
-        return {
-            **trainer,
+            content = (self.settings.folder / "trainer.json").read_bytes()
+            trainer_state = json.loads(content)
+        follower_answers = self._ask_follower()
+        served_version = None
+        if follower_answers:
+            served_version = self._follower_state.get("version")
+        age_s = None
+        if self._rows_time is not None:
             # The rows of a follower that does not answer become older, until it answers
             # again.
-            "age_s": None if self._fresh is None else time.time() - self._fresh,
-            "served_version": self._follower.get("version") if answers else None,
-            "deltas_applied": self._follower.get("deltas_applied", 0),
-            "fulls_loaded": self._follower.get("fulls_loaded", 0),
+            age_s = time.time() - self._rows_time
+        processes = {
+            name: {"pid": process.pid, "restarts": process.restarts}
+            for name, process in self.processes.items()
+        }
+        return {
+            **trainer_state,
+            "age_s": age_s,
+            "served_version": served_version,
+            "deltas_applied": self._follower_state.get("deltas_applied", 0),
+            "fulls_loaded": self._follower_state.get("fulls_loaded", 0),
             "kills": self.kills,
-            "processes": {
-                name: {"pid": p.pid, "restarts": p.restarts}
-                for name, p in self.processes.items()
-            },
+            "processes": processes,
             "settings": self.settings.shown(),
         }
 
+    def _ask_follower(self) -> bool:
+        """Asks the follower for its state, and returns whether it answers."""
+        url = f"http://{self.settings.http}/state"
+        with (
+            suppress(OSError, HTTPException, ValueError),
+            urllib.request.urlopen(url, timeout=ANSWER_S) as response,
+        ):
+            self._follower_state = json.load(response)
+            seconds_behind = self._follower_state.get("seconds_behind")
+            if seconds_behind is not None:
+                self._rows_time = time.time() - seconds_behind
+            return True
+        return False
+
     def _write(self, status: str, live: bool) -> dict[str, Any]:
+        """Writes the state and the page, and returns the state."""
         state = {"status": status, **self.state(), "samples": self._samples}
         second = self._second()
         if second is not None:
-            # The trainer is behind by the time since the newest click that it has
-            # trained on.
-            behind = (
-                second - (state["offset"] - self.settings.history) / self.settings.rate
-            )
-            sample = {
-                name: state[name] for name in ("offset", "age_s", "rows", "expired")
-            }
-            sample |= {
-                "second": second,
-                "behind_s": max(0.0, behind),
-                "written": self._written(),
-            }
-            # A run that goes on begins at the last click that was written, which is a
-            # little earlier than the last sample before the interruption. Such a sample
-            # gives way, because its time did not count.
-            while self._samples and self._samples[-1]["second"] > second:
-                self._samples.pop()
-            before = self._samples[-SPEED_SAMPLES:][0] if self._samples else sample
-            for name, count in (
-                ("samples_per_second", "offset"),
-                ("clicks_per_second", "written"),
-            ):
-                # A trainer that starts again goes back to the offset of its checkpoint.
-                past = second - before["second"]
-                sample[name] = (
-                    max(0, sample[count] - before[count]) / past if past > 0 else None
-                )
-            self._samples.append(sample)
-        if len(self._samples) > SAMPLES:
-            del self._samples[: SAMPLES // 2 : 2]
+            self._add_sample(state, second)
+        if len(self._samples) > MAX_SAMPLES:
+            del self._samples[: MAX_SAMPLES // 2 : 2]
         write_whole(self.settings.folder / STATE, json.dumps(state).encode())
         write_whole(self.settings.folder / "page.html", page(state, live).encode())
         return state
 
+    def _add_sample(self, state: dict[str, Any], second: float) -> None:
+        # The trainer is behind by the time since the newest click that it has trained
+        # on.
+        live_clicks = state["offset"] - self.settings.history
+        behind_s = second - live_clicks / self.settings.rate
+        sample = {
+            "offset": state["offset"],
+            "age_s": state["age_s"],
+            "rows": state["rows"],
+            "expired": state["expired"],
+            "second": second,
+            "behind_s": max(0.0, behind_s),
+            "written": self._written(),
+        }
+        # A run that goes on begins at the last click that was written, which is a
+        # little earlier than the last sample before the interruption. Such a sample is
+        # removed, because its time did not count.
+        while self._samples and self._samples[-1]["second"] > second:
+            self._samples.pop()
+        earlier = self._samples[-SPEED_SAMPLES:][0] if self._samples else sample
+        sample["samples_per_second"] = _rate(earlier, sample, "offset")
+        sample["clicks_per_second"] = _rate(earlier, sample, "written")
+        self._samples.append(sample)
+
     def _run(self, name: str, command: Sequence[str]) -> None:
-        self.processes[name] = process = Process(
-            name,
-            command,
-            self.settings.folder / f"{name}.log",
-            self._restarts.get(name, 0),
-        )
+        log = self.settings.folder / f"{name}.log"
+        process = Process(name, command, log, self._restarts.get(name, 0))
+        self.processes[name] = process
         self._stack.callback(process.stop)
 
     def _freeze(self) -> None:
         """Copies the first full export to the directory of the frozen model."""
-        source, frozen = (
-            publications_at(self.settings.published),
-            publications_at(self.settings.frozen),
-        )
+        source = publications_at(self.settings.published)
+        frozen = publications_at(self.settings.frozen)
         latest = source.latest()
         if latest is None or frozen.latest() is not None:
             return
@@ -357,16 +365,15 @@ class Supervisor:
         # A trainer that starts again may replace the export.
         with closing(frozen), suppress(FileNotFoundError):
             for kind in FULL:
-                shutil.copyfile(
-                    source.fetch(number, kind, self.settings.folder),
-                    frozen.path_of(number, kind),
-                )
-            frozen.append(replace(source.publication(number), base=None), None)
+                path = source.fetch(number, kind, self.settings.folder)
+                shutil.copyfile(path, frozen.path_of(number, kind))
+            publication = replace(source.publication(number), base=None)
+            frozen.append(publication, None)
 
     def _second(self) -> float | None:
         """Returns the time since the first live click, in seconds.
 
-        None: there is none yet.
+        It is None before the first live click.
         """
         with suppress(FileNotFoundError):
             return time.time() - int(self.settings.opened.read_text()) / 1000
@@ -379,56 +386,62 @@ class Supervisor:
         return self.settings.history
 
     def _kill_one(self) -> None:
+        """Kills a random process if its time has come."""
         second = self._second()
-        if not self._kills_at or second is None or second < self._kills_at[0]:
+        if not self._kill_times or second is None or second < self._kill_times[0]:
             return
         if not self._victims:
             self._victims = [name for name in self.processes if name != "frozen"]
             self._random.shuffle(self._victims)
-        if self.processes[self._victims[-1]].runs:
-            self._kills_at.pop(0)
-            self.kills.append(self._victims.pop())
-            self.processes[self.kills[-1]].kill()
+        victim = self._victims[-1]
+        if self.processes[victim].runs:
+            self._kill_times.pop(0)
+            self._victims.pop()
+            self.kills.append(victim)
+            self.processes[victim].kill()
+
+
+def _serves_final(state: dict[str, Any]) -> bool:
+    """Returns whether the follower serves the model of the end of the training."""
+    final_version = state["final_version"]
+    return final_version is not None and state["served_version"] == final_version
+
+
+def _rate(earlier: dict[str, Any], later: dict[str, Any], counter: str) -> float | None:
+    """Returns how much a counter has grown a second between two samples."""
+    seconds = later["second"] - earlier["second"]
+    if seconds <= 0:
+        return None
+    # A trainer that starts again goes back to the offset of its checkpoint.
+    return max(0, later[counter] - earlier[counter]) / seconds
 
 
 def _redis(folder: Path, port: int) -> list[str]:
-    """Returns the command of a server that has every click on the disk before it
-    answers.
+    """Returns the command of a Redis server.
+
+    The server has every click on the disk before it answers.
     """
     assert REDIS is not None
     folder.mkdir(exist_ok=True)
-    durable = [
-        "--appendonly",
-        "yes",
-        "--appendfsync",
-        "always",
-        "--save",
-        "",
-        "--maxmemory-policy",
-        "noeviction",
-    ]
-    return [
-        REDIS,
-        "--port",
-        str(port),
-        "--bind",
-        "127.0.0.1",
-        "--dir",
-        str(folder),
-        *durable,
-    ]
+    options = {
+        "--port": str(port),
+        "--bind": "127.0.0.1",
+        "--dir": str(folder),
+        "--appendonly": "yes",
+        "--appendfsync": "always",
+        "--save": "",
+        "--maxmemory-policy": "noeviction",
+    }
+    command = [REDIS]
+    for option, value in options.items():
+        command += [option, value]
+    return command
 
 
 def _follow(source: Path, grpc: str, http: str) -> list[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torchrec_recstore.cli",
-        "follow",
-        str(source),
-        "--listen",
-        grpc,
-        "--http",
-        http,
-    ]
-    return [*command, "--threads", "1"]
+    """Returns the command of a follower."""
+    command = [sys.executable, "-m", "torchrec_recstore.cli", "follow", str(source)]
+    command += ["--listen", grpc]
+    command += ["--http", http]
+    command += ["--threads", "1"]
+    return command

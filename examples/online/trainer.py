@@ -1,9 +1,9 @@
-"""The process that trains on the clicks in their order, scores each click before, saves
-checkpoints and publishes.
+"""The process that trains on the clicks in their order.
 
-A trainer that was killed continues from its newest checkpoint, which contains the
-offset: the number of clicks that the model, the optimizers and the metrics of this
-checkpoint have seen.
+It scores each click before it trains on it, saves checkpoints, and publishes. A trainer
+that was killed continues from its newest checkpoint, which contains the offset: the
+number of clicks that the model, the optimizers and the metrics of this checkpoint have
+seen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchrec_recstore.inference import (
     load_library,
 )
 
-KEPT = 2  # checkpoints
+KEEP = 2  # checkpoints
 REPORT_S = 0.5
 EXPORT = "model.pt"
 """The full export at the end of a run."""
@@ -52,17 +52,21 @@ def train(settings: Settings) -> None:
 def _train(settings: Settings) -> None:
     stream = stream_of(settings)
     model, optimizer = build(settings)
-    windows, report = Windows(settings.window), Report(settings, model)
-    checkpoints = CheckpointFolder(settings.checkpoints, KEPT)
+    windows = Windows(settings.window)
+    report = Report(settings, model)
+    checkpoints = CheckpointFolder(settings.checkpoints, KEEP)
     checkpoints.sweep()
-    offset = step = saved = 0
+    offset = 0
+    step = 0
     newest = checkpoints.newest()
     if newest is not None:
         state = checkpoints.load(model, newest.path)
-        offset, step, saved = state["offset"], state["step"], state["offset"]
+        offset = state["offset"]
+        step = state["step"]
         optimizer.load_state_dict(state["optimizer"])
         windows.load_state(state["windows"])
         report.load_state(state["report"])
+    saved_offset = offset
     publisher = None
     while offset < settings.clicks:
         if publisher is None and offset >= settings.history:
@@ -79,30 +83,29 @@ def _train(settings: Settings) -> None:
         set_time(model, int(clicks["time_ms"][-1]) / 1000)
         logits = model(features_of(clicks))
         windows.add(clicks, logits)  # before the update
+        labels = torch.from_numpy(clicks["clicked"]).float()
+        loss = F.binary_cross_entropy_with_logits(logits, labels)
         optimizer.zero_grad()
-        F.binary_cross_entropy_with_logits(
-            logits, torch.from_numpy(clicks["clicked"]).float()
-        ).backward()
+        loss.backward()
         optimizer.step()
-        offset, step = offset + count, step + 1
+        offset += count
+        step += 1
         if publisher is not None:
             publisher.step()
         if offset == settings.clicks or step % settings.checkpoint_every == 0:
-            # One checkpoint has everything that belongs together, and it is there
+            # One checkpoint has everything that belongs together, and it exists
             # completely or not at all.
             state = {
                 "offset": offset,
                 "step": step,
                 "optimizer": optimizer.state_dict(),
+                "windows": windows.state(),
+                "report": report.state(),
             }
-            checkpoints.save(
-                model,
-                step,
-                state | {"windows": windows.state(), "report": report.state()},
-            )
-            # The checkpoint before is kept, and a run may resume from it.
-            stream.trim(saved)
-            saved = offset
+            checkpoints.save(model, step, state)
+            # The previous checkpoint is kept, and a run may resume from it.
+            stream.trim(saved_offset)
+            saved_offset = offset
         report.write(offset, windows)
     with publisher or _publisher(settings, model):
         pass  # The end of the block publishes the model as it is now.
@@ -110,12 +113,8 @@ def _train(settings: Settings) -> None:
     path = settings.folder / EXPORT
     export_for_inference(model, path, dtype=torch.float32, index="hash")
     load_library()
-    report.write(
-        offset,
-        windows,
-        at_once=True,
-        final_version=torch.jit.load(path).recstore_version(),
-    )
+    version = torch.jit.load(path).recstore_version()
+    report.write(offset, windows, at_once=True, final_version=version)
 
 
 def _publisher(settings: Settings, model: nn.Module) -> DeltaPublisher:
@@ -125,8 +124,9 @@ def _publisher(settings: Settings, model: nn.Module) -> DeltaPublisher:
 
 
 class Report:
-    """Writes ``trainer.json``, the numbers of the page: the offset, the rows, and the
-    metrics by window.
+    """Writes ``trainer.json``, the numbers of the page.
+
+    They are the offset, the rows, and the metrics by window.
 
     Args:
         settings: The settings of the run.
@@ -141,12 +141,9 @@ class Report:
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        return {
-            "expired": (
-                self._expired
-                + sum(each.expired for each in table_stats(self._model).values())
-            )
-        }
+        tables = table_stats(self._model)
+        expired = sum(stats.expired for stats in tables.values())
+        return {"expired": self._expired + expired}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues from the state of a checkpoint."""
@@ -171,11 +168,10 @@ class Report:
         if time.monotonic() < self._next and not at_once:
             return
         self._next = time.monotonic() + REPORT_S
+        tables = table_stats(self._model)
         document = {
             "offset": offset,
-            "rows": {
-                name: each.rows for name, each in table_stats(self._model).items()
-            },
+            "rows": {name: stats.rows for name, stats in tables.items()},
             "expired": self.state()["expired"],
             "windows": windows.done,
             **windows.freshness,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from online.clicks import ANSWERED, HISTORY, LATE_S, OUTCOMES, Clicks
 from torch import Tensor
@@ -12,7 +13,7 @@ from torchmetrics.functional.classification import binary_auroc
 
 MODELS = ("trained", "served", "frozen")
 SERVERS = ("served", "frozen")
-KEPT = 1000
+MAX_WINDOWS = 1000
 """The number of windows that are kept."""
 STEP_S = 0.1
 """The precision of the ages."""
@@ -33,7 +34,7 @@ class Windows:
             with ``answered``, the share of clicks that the model has scored, ``auc``,
             and ``calibration``, the sum of the predictions over the sum of the labels.
             A metric is None if it is undefined.
-        outcomes: The number of live clicks by server and by what became of the request;
+        outcomes: The number of live clicks by server and by the outcome of the request;
             see ``OUTCOMES``.
         late: The number of live clicks that are late.
         ages: The number of live clicks by the age of the rows of the served model, in
@@ -54,8 +55,9 @@ class Windows:
         self.ages: dict[int, int] = {}
 
     def add(self, clicks: Clicks, logits: Tensor) -> None:
-        """Adds clicks in their order, and computes the metrics of windows that are
-        complete.
+        """Adds clicks in their order.
+
+        The metrics of windows that are then complete are computed.
 
         Args:
             clicks: (B,) of the dtype ``CLICK``.
@@ -69,20 +71,21 @@ class Windows:
             clicks["served"],
             clicks["frozen"],
         ]
-        rows = torch.from_numpy(
-            np.stack([column.astype(np.float64) for column in columns], axis=1)
-        )
+        float_columns = [column.astype(np.float64) for column in columns]
+        rows = torch.from_numpy(np.stack(float_columns, axis=1))
         self._open = torch.cat([self._open, rows])
         while len(self._open) >= self.size:
             self._last += self.size
-            self.done = [*self.done, self._metrics(self._open[: self.size])][-KEPT:]
+            metrics = self._metrics(self._open[: self.size])
+            self.done = [*self.done, metrics][-MAX_WINDOWS:]
             self._open = self._open[self.size :]
         self._count(clicks[clicks["served_outcome"] != HISTORY])
 
     @property
     def freshness(self) -> dict[str, Any]:
-        """The counts of live clicks, and the percentiles of the age of the rows in
-        seconds over all of them.
+        """The counts of live clicks, and percentiles of the age of their rows.
+
+        The ages are in seconds, over all live clicks.
         """
         return {
             "outcomes": self.outcomes,
@@ -93,45 +96,41 @@ class Windows:
 
     def _count(self, live: Clicks) -> None:
         for name in SERVERS:
-            for outcome, count in zip(
-                *np.unique(live[f"{name}_outcome"], return_counts=True), strict=True
-            ):
-                self.outcomes[name][OUTCOMES[outcome]] += int(count)
+            counts = _counts(live[f"{name}_outcome"])
+            for outcome, count in counts.items():
+                self.outcomes[name][OUTCOMES[outcome]] += count
         self.late += int((live["waited"] > LATE_S).sum())
         steps = np.round(live["age"] / STEP_S).astype(np.int64)
-        for step, count in zip(*np.unique(steps, return_counts=True), strict=True):
-            self.ages[int(step)] = self.ages.get(int(step), 0) + int(count)
+        for step, count in _counts(steps).items():
+            self.ages[step] = self.ages.get(step, 0) + count
 
     def _percentile(self, percent: int) -> float | None:
-        rest = sum(self.ages.values()) * percent // 100
+        remaining = sum(self.ages.values()) * percent // 100
         for step, count in sorted(self.ages.items()):
-            rest -= count
-            if rest < 0:
+            remaining -= count
+            if remaining < 0:
                 return step * STEP_S
         return None
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        counts = {
-            "outcomes": self.outcomes,
-            "late": self.late,
-            "ages": list(self.ages.items()),
-        }
         return {
             "last": self._last,
             "done": self.done,
             "open": self._open.clone(),
-            **counts,
+            "outcomes": self.outcomes,
+            "late": self.late,
+            "ages": list(self.ages.items()),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues from the state of a checkpoint."""
-        self._last, self.done, self._open = state["last"], state["done"], state["open"]
-        self.outcomes, self.late, self.ages = (
-            state["outcomes"],
-            state["late"],
-            dict(state["ages"]),
-        )
+        self._last = state["last"]
+        self.done = state["done"]
+        self._open = state["open"]
+        self.outcomes = state["outcomes"]
+        self.late = state["late"]
+        self.ages = dict(state["ages"])
 
     def _metrics(self, rows: Tensor) -> dict[str, Any]:
         labels = rows[:, 0]
@@ -142,15 +141,24 @@ class Windows:
         }
         for name, logits in zip(MODELS, rows[:, 2:].T, strict=True):
             answered = ~logits.isnan()
-            metrics[name] = {"answered": float(answered.double().mean())} | quality(
-                logits[answered], labels[answered]
-            )
+            metrics[name] = {
+                "answered": float(answered.double().mean()),
+                **quality(logits[answered], labels[answered]),
+            }
         return metrics
 
 
+def _counts(values: npt.NDArray[np.int64]) -> dict[int, int]:
+    """Returns how often each value occurs."""
+    distinct, counts = np.unique(values, return_counts=True)
+    return dict(zip(distinct.tolist(), counts.tolist(), strict=True))
+
+
 def quality(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Returns the AUC, and the calibration: the sum of the predictions over the sum of
-    the labels.
+    """Returns the AUC and the calibration of predictions.
+
+    The calibration is the sum of the predictions over the sum of the labels. Both are
+    None if there is only one label.
 
     Args:
         logits: (N,) float64.

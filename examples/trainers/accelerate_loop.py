@@ -1,15 +1,17 @@
-"""TorchRec's DLRM with raw ids by Accelerate: a plain loop with save_state.
+r"""TorchRec's DLRM with raw ids by Accelerate: a plain loop with save_state.
 
-The same command continues to the bit.
+    # generated rows
+    python examples/trainers/accelerate_loop.py
+    python examples/trainers/accelerate_loop.py --data train.txt \
+        --folder runs/accelerate
+    accelerate launch --cpu --num_processes 2 \
+        examples/trainers/accelerate_loop.py --data train.txt
 
-    python examples/trainers/accelerate_loop.py                  # generated rows
-    python examples/trainers/accelerate_loop.py --data train.txt --folder runs/accelerate
-    accelerate launch --cpu --num_processes 2 examples/trainers/accelerate_loop.py --data train.txt
-
-accelerator.prepare gets the optimizer of the dense layers and the data, but not the
-model: DistributedModelParallel has distributed it. Two hooks save and load the model
-with save_checkpoint and load_checkpoint, within save_state and load_state. After a
-crash, or after Ctrl-C, give the same command again, with any number of processes.
+The same command continues to the bit. accelerator.prepare gets the optimizer of the
+dense layers and the data, but not the model: DistributedModelParallel has distributed
+it. Two hooks save and load the model with save_checkpoint and load_checkpoint, within
+save_state and load_state. After a crash, or after Ctrl-C, give the same command again,
+with any number of processes.
 
 The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 %
 train, the last 10 % test. Packages: requirements/trainers.txt.
@@ -20,11 +22,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, skip_first_batches
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.datasets.utils import Batch
@@ -47,12 +50,13 @@ def batch_of(rows: list[tuple[Tensor, Tensor, Tensor]]) -> Batch:
 
 
 def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
-    """Trains for one epoch, from the newest checkpoint on if there is one, and prints
-    the AUC of the test rows.
+    """Trains for one epoch, and prints the AUC of the test rows.
+
+    The training continues from the newest checkpoint if there is one.
     """
     prepare_torch()
     accelerator = Accelerator(cpu=True)
-    # Accelerate makes a process group for several processes only
+    # Accelerate makes a process group only for several processes.
     if accelerator.num_processes == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
@@ -62,45 +66,56 @@ def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
     optimizer = torch.optim.Adam(dense.values(), lr=0.001)
 
     rows = TensorDataset(*(read(str(data)) if data else generate()))
-    training, test = range(len(rows) * 8 // 10), range(len(rows) * 9 // 10, len(rows))
+    num_rows = len(rows)
     batch_size = BATCH_SIZE // accelerator.num_processes
     training = DataLoader(
-        rows, batch_size, sampler=training, drop_last=True, collate_fn=batch_of
+        rows,
+        batch_size,
+        sampler=range(num_rows * 8 // 10),
+        drop_last=True,
+        collate_fn=batch_of,
     )
-    test = DataLoader(rows, 4096, sampler=test, collate_fn=batch_of)
+    test = DataLoader(
+        rows,
+        4096,
+        sampler=range(num_rows * 9 // 10, num_rows),
+        collate_fn=batch_of,
+    )
     # each process gets some of the batches
     optimizer, training, test = accelerator.prepare(optimizer, training, test)
 
-    step, begin = 0, 0
-    accelerator.register_save_state_pre_hook(
-        lambda models, weights, path: save_checkpoint(
-            model, f"{path}/model", training_state={"step": step}
-        )
-    )
-    accelerator.register_load_state_pre_hook(
-        lambda models, path: load_checkpoint(model, f"{path}/model")
-    )
+    step = 0
+
+    def save_model(models: list[nn.Module], weights: list[Any], path: str) -> None:
+        save_checkpoint(model, f"{path}/model", training_state={"step": step})
+
+    def load_model(models: list[nn.Module], path: str) -> None:
+        load_checkpoint(model, f"{path}/model")
+
+    accelerator.register_save_state_pre_hook(save_model)
+    accelerator.register_load_state_pre_hook(load_model)
 
     def save() -> None:
-        """Saves under another name first, so that a crash leaves no checkpoint without
-        some of its files.
-        """
+        """Saves under another name first, so that every checkpoint is complete."""
+        unfinished = folder / "saving"
         if accelerator.is_main_process:
-            shutil.rmtree(folder / "saving", ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
         accelerator.wait_for_everyone()
-        accelerator.save_state(str(folder / "saving"))
+        accelerator.save_state(str(unfinished))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            (folder / "saving").rename(folder / f"step-{step:09}")
+            unfinished.rename(folder / f"step-{step:09}")
             for old in sorted(folder.glob("step-*"))[:-KEEP]:
                 shutil.rmtree(old)
 
-    if newest := max(folder.glob("step-*"), default=None):
+    newest = max(folder.glob("step-*"), default=None)
+    if newest is not None:
         accelerator.load_state(str(newest))
-        step = begin = int(newest.name.removeprefix("step-"))
+        step = int(newest.name.removeprefix("step-"))
         accelerator.print(f"continues after step {step}")
     accelerator.wait_for_everyone()  # until all processes have read the names
-    for batch in skip_first_batches(training, begin):
+    first_step = step
+    for batch in skip_first_batches(training, first_step):
         optimizer.zero_grad()
         loss, _ = model(batch)
         accelerator.backward(loss)
@@ -111,18 +126,24 @@ def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
             accelerator.print(
                 f"step {step}: training loss {loss.item():.4f}", flush=True
             )
-    if step > begin and step % checkpoint_every:
+    if step > first_step and step % checkpoint_every != 0:
         save()
 
     model.eval()
+    all_logits = []
+    all_labels = []
     with torch.no_grad():
-        # without rows twice
-        tested = [accelerator.gather_for_metrics(model(batch)[1][1:]) for batch in test]
-    logits, labels = (torch.cat(parts) for parts in zip(*tested, strict=True))
-    area = binary_auroc(logits, labels.long()).item()
-    num_rows = sum(stats.rows for stats in table_stats(model).values())
+        for batch in test:
+            _, (_, logits, labels) = model(batch)
+            # of all processes, and no row twice
+            logits, labels = accelerator.gather_for_metrics((logits, labels))
+            all_logits.append(logits)
+            all_labels.append(labels)
+    test_auc = binary_auroc(torch.cat(all_logits), torch.cat(all_labels).long()).item()
+    table_rows = sum(stats.rows for stats in table_stats(model).values())
     accelerator.print(
-        f"{num_rows:,} rows in {len(SPARSE)} tables, test AUC {area:.4f}", flush=True
+        f"{table_rows:,} rows in {len(SPARSE)} tables, test AUC {test_auc:.4f}",
+        flush=True,
     )
 
 

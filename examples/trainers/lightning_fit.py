@@ -1,16 +1,15 @@
 """TorchRec's DLRM with raw ids by Lightning's Trainer.fit.
 
-The same command continues to the bit.
-
-    python examples/trainers/lightning_fit.py                  # generated rows
+    # generated rows
+    python examples/trainers/lightning_fit.py
     python examples/trainers/lightning_fit.py --data train.txt --folder runs/lightning
     torchrun --nproc-per-node 2 examples/trainers/lightning_fit.py --data train.txt
 
-ModelCheckpoint decides when a checkpoint is saved and which ones are kept, and
-Checkpoints below saves them with save_checkpoint. A file of Lightning's own would have
-the weights of the rows, but not the state of their optimizer, and only the rows of one
-process. After a crash, or after Ctrl-C, give the same command again, with any number of
-processes.
+The same command continues to the bit. ModelCheckpoint decides when a checkpoint is
+saved and which ones are kept, and Checkpoints below saves them with save_checkpoint. A
+file of Lightning's own would have the weights of the rows, but not the state of their
+optimizer, and only the rows of one process. After a crash, or after Ctrl-C, give the
+same command again, with any number of processes.
 
 The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 %
 train, the last 10 % test. Packages: requirements/trainers.txt.
@@ -56,8 +55,9 @@ class Checkpoints(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Saves the model, and the rest that Lightning knows: loops, callbacks, the
-        optimizer of the dense layers.
+        """Saves the model and Lightning's state.
+
+        The state has loops, callbacks, and the optimizer of the dense layers.
         """
         save_checkpoint(self.model, path, training_state=checkpoint, overwrite=True)
 
@@ -67,7 +67,7 @@ class Checkpoints(CheckpointIO):
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """Loads the model, and returns the rest."""
+        """Loads the model, and returns Lightning's state."""
         return load_checkpoint(self.model, path).training_state
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -87,8 +87,9 @@ class Training(lightning.LightningModule):
         self.auc = BinaryAUROC()  # over all ranks
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns nothing: Checkpoints saves the model, and a state_dict of it would
-        copy all rows into memory.
+        """Returns nothing.
+
+        Checkpoints saves the model, and its state_dict would copy all rows into memory.
         """
         return {}
 
@@ -97,10 +98,8 @@ class Training(lightning.LightningModule):
 
         The rows are updated in the backward pass.
         """
-        return torch.optim.Adam(
-            dict(in_backward_optimizer_filter(self.model.named_parameters())).values(),
-            lr=0.001,
-        )
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        return torch.optim.Adam(dense.values(), lr=0.001)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """Returns the loss of a batch."""
@@ -115,44 +114,40 @@ class Training(lightning.LightningModule):
 
 
 def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
-    """Trains for one epoch, from the newest checkpoint on if there is one, and prints
-    the AUC of the test rows.
+    """Trains for one epoch, and prints the AUC of the test rows.
+
+    The training continues from the newest checkpoint if there is one.
     """
     prepare_torch()
-    alone = (
-        {}
-        if dist.is_torchelastic_launched()
-        else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group("gloo", **alone)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = read(str(data)) if data else generate()
-    train_rows, test_begin = len(rows[0]) * 8 // 10, len(rows[0]) * 9 // 10
-    training = batches(tuple(tensor[:train_rows] for tensor in rows), BATCH_SIZE)
-    test = batches(tuple(tensor[test_begin:] for tensor in rows), 4096)
+    num_rows = len(rows[0])
+    train_rows = tuple(tensor[: num_rows * 8 // 10] for tensor in rows)
+    test_rows = tuple(tensor[num_rows * 9 // 10 :] for tensor in rows)
     # A StatefulDataLoader has a position, which Lightning saves with its loops.
-    training, test = (
-        StatefulDataLoader(each, batch_size=None) for each in (training, test)
-    )
+    training = StatefulDataLoader(batches(train_rows, BATCH_SIZE), batch_size=None)
+    test = StatefulDataLoader(batches(test_rows, 4096), batch_size=None)
 
     torch.manual_seed(0)
     module = Training()
+    keep_newest = ModelCheckpoint(
+        folder,
+        "{step:09}",
+        monitor="step",
+        mode="max",
+        save_top_k=2,
+        every_n_train_steps=checkpoint_every,
+    )
     trainer = lightning.Trainer(
         max_epochs=1,
         # DistributedModelParallel distributes the model. To Lightning, each process is
         # a training of its own.
         strategy=SingleDeviceStrategy("cpu"),
         plugins=[Checkpoints(module.model), LightningEnvironment()],
-        # It keeps the two newest.
-        callbacks=[
-            ModelCheckpoint(
-                folder,
-                "{step:09}",
-                monitor="step",
-                mode="max",
-                save_top_k=2,
-                every_n_train_steps=checkpoint_every,
-            )
-        ],
+        callbacks=[keep_newest],
         enable_progress_bar=dist.get_rank() == 0,
         logger=False,
         enable_model_summary=False,
@@ -161,13 +156,11 @@ def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
     trainer.fit(module, training, ckpt_path=newest)
     trainer.save_checkpoint(folder / f"step={trainer.global_step:09}.ckpt")
     trainer.test(module, test)
-    num_rows, area = (
-        sum(stats.rows for stats in table_stats(module.model).values()),
-        module.auc.compute().item(),
-    )
+    table_rows = sum(stats.rows for stats in table_stats(module.model).values())
+    test_auc = module.auc.compute().item()
     if dist.get_rank() == 0:
         print(
-            f"{num_rows:,} rows in {len(SPARSE)} tables, test AUC {area:.4f}",
+            f"{table_rows:,} rows in {len(SPARSE)} tables, test AUC {test_auc:.4f}",
             flush=True,
         )
 

@@ -1,17 +1,18 @@
-"""TorchRec's DLRM by Ray Train on two workers, with raw ids that Ray Data reads from
-Parquet.
+"""TorchRec's DLRM by Ray Train on two workers, which may be killed.
 
-Workers may be killed.
+    # generated rows
+    python examples/trainers/ray_train.py
+    # a Criteo click log, also .gz
+    python examples/trainers/ray_train.py --data train.txt
+    # a folder of Parquet files
+    python examples/trainers/ray_train.py --data rows
+    # the second worker is killed after step 80
+    python examples/trainers/ray_train.py --kill-at 80
 
-    python examples/trainers/ray_train.py                      # generated rows
-    python examples/trainers/ray_train.py --data train.txt     # a Criteo click log, also .gz
-    python examples/trainers/ray_train.py --data rows          # a folder of Parquet files
-    python examples/trainers/ray_train.py --kill-at 80         # the second worker is killed after step 80
-
-When a worker dies, Ray Train starts both workers again, and they continue from the
-newest checkpoint. Ray Data gives each worker the same rows in the same order again, so
-that the next checkpoints are the same to the bit as without the death. Each is printed
-with its checksum.
+Ray Data reads the raw ids from Parquet. When a worker dies, Ray Train starts both
+workers again, and they continue from the newest checkpoint. Ray Data gives each worker
+the same rows in the same order again, so that the next checkpoints are the same to the
+bit as without the death. Each is printed with its checksum.
 
 The model is that of examples/dlrm/minimal.py. The log is split by time: the first 80 %
 train, the last 10 % test. Packages: requirements/trainers.txt.
@@ -49,27 +50,29 @@ ROWS_OF_A_FILE = 4096
 
 
 def write_parquet(log: Path | None, folder: Path) -> None:
-    """Writes a click log, or generated rows, as Parquet files, whose order is that of
-    the rows.
+    """Writes a click log, or generated rows, as Parquet files.
+
+    The names of the files are in the order of the rows.
     """
     counts, ids, labels = read(str(log)) if log else generate()
-    columns = dict(zip(DENSE, counts.T.numpy(), strict=True)) | dict(
-        zip(SPARSE, ids.T.numpy(), strict=True)
-    )
+    columns = {"label": labels.numpy()}
+    columns |= dict(zip(DENSE, counts.T.numpy(), strict=True))
+    columns |= dict(zip(SPARSE, ids.T.numpy(), strict=True))
+    parts = pl.DataFrame(columns).iter_slices(ROWS_OF_A_FILE)
     folder.mkdir(parents=True)
-    for number, part in enumerate(
-        pl.DataFrame({"label": labels.numpy(), **columns}).iter_slices(ROWS_OF_A_FILE)
-    ):
+    for number, part in enumerate(parts):
         part.write_parquet(folder / f"part-{number:05}.parquet")
 
 
 def batch_of(columns: dict[str, np.ndarray]) -> Batch:
     """Makes TorchRec's batch of a batch of Ray Data."""
-    counts, ids = (
-        torch.from_numpy(np.stack([columns[name] for name in names], axis=1))
-        for names in (DENSE, SPARSE)
+    counts = np.stack([columns[name] for name in DENSE], axis=1)
+    ids = np.stack([columns[name] for name in SPARSE], axis=1)
+    return Batch(
+        torch.from_numpy(counts),
+        features(torch.from_numpy(ids)),
+        torch.tensor(columns["label"]),
     )
-    return Batch(counts, features(ids), torch.tensor(columns["label"]))
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
@@ -79,48 +82,38 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     """
     # Ray makes TorchRec print each step of its planner
     logging.disable(logging.WARNING)
-    folder, rank, steps = (
-        Path(config["folder"]),
-        ray.train.get_context().get_world_rank(),
-        config["steps"],
-    )
+    folder = Path(config["folder"])
+    rank = ray.train.get_context().get_world_rank()
+    steps = config["steps"]
     torch.manual_seed(0)
     model = build()
-    optimizer = torch.optim.Adam(
-        dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.001
-    )
+    # all parameters but those of the tables
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    optimizer = torch.optim.Adam(dense.values(), lr=0.001)
 
     step = 0
-    if checkpoint := ray.train.get_checkpoint():
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint:
         state = load_checkpoint(model, checkpoint.path).training_state
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
         if rank == 0:
             print(f"continues after step {step}", flush=True)
 
-    rows = iter(
-        ray.train.get_dataset_shard("rows").iter_batches(
-            batch_size=BATCH_SIZE // WORKERS
-        )
-    )
+    shard = ray.train.get_dataset_shard("rows")
+    rows = iter(shard.iter_batches(batch_size=BATCH_SIZE // WORKERS))
     for columns in islice(rows, step, steps):
         optimizer.zero_grad()
         loss, _ = model(batch_of(columns))
         loss.backward()
         optimizer.step()
         step += 1
-        due = step % config["checkpoint_every"] == 0 or step == steps
-        if due:
-            # The workers write it together, to where Ray Train expects it. If one of
-            # them dies before Ray Train knows the checkpoint, there is one of this name
-            # already.
-            path, state = (
-                folder / f"step-{step:09}",
-                {
-                    "optimizer": optimizer.state_dict(),
-                    "step": step,
-                },
-            )
+        saves = step % config["checkpoint_every"] == 0 or step == steps
+        if saves:
+            # The workers write it together, where Ray Train expects it. If one of them
+            # dies before Ray Train knows the checkpoint, one of this name exists.
+            path = folder / f"step-{step:09}"
+            state = {"optimizer": optimizer.state_dict(), "step": step}
             info = save_checkpoint(model, path, training_state=state, overwrite=True)
             if rank == 0:
                 print(
@@ -131,7 +124,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         if step == config["kill_at"] and rank == 1 and not (folder / "killed").exists():
             (folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if due:
+        if saves:
             ray.train.report(
                 {"step": step},
                 checkpoint=ray.train.Checkpoint(path) if rank == 0 else None,
@@ -160,20 +153,22 @@ def main(
 ) -> None:
     """Starts Ray, and has it train."""
     folder = folder.absolute()
-    if data is None or not data.is_dir():
-        log, data = data, folder / "data"
-        if not data.exists():
-            write_parquet(log, data)
+    if data is not None and data.is_dir():
+        parquet = data
+    else:
+        parquet = folder / "data"
+        if not parquet.exists():
+            write_parquet(data, parquet)
     # the workers need not find its file
     ray.cloudpickle.register_pickle_by_value(minimal)
-    given = {name: value for name, value in cluster.items() if value is not None}
     # without a dashboard, Ray Train 2.60 warns each second
     os.environ.setdefault("RAY_LOGGER_LEVEL", "error")
-    ray.init(**given, include_dashboard=False)
+    cluster = {name: value for name, value in cluster.items() if value is not None}
+    ray.init(**cluster, include_dashboard=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    num_rows = pl.scan_parquet(data / "*.parquet").select(pl.len()).collect().item()
+    num_rows = pl.scan_parquet(parquet / "*.parquet").select(pl.len()).collect().item()
     steps = num_rows * 8 // 10 // BATCH_SIZE
-    result = TorchTrainer(
+    trainer = TorchTrainer(
         train,
         train_loop_config={
             "folder": str(folder),
@@ -186,7 +181,7 @@ def main(
             num_workers=WORKERS, resources_per_worker={"CPU": worker_cpus}
         ),
         torch_config=TorchConfig(backend="gloo"),
-        datasets={"rows": ray.data.read_parquet(str(data))},
+        datasets={"rows": ray.data.read_parquet(str(parquet))},
         # Without it, a worker gets the rows that happen to be read first.
         dataset_config=ray.train.DataConfig(
             execution_options=ray.data.ExecutionOptions(preserve_order=True)
@@ -197,11 +192,11 @@ def main(
             failure_config=ray.train.FailureConfig(max_failures=3),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
         ),
-    ).fit()
-    figures = result.return_value
+    )
+    result = trainer.fit().return_value
     print(
-        f"{figures['rows']:,} rows in {len(SPARSE)} tables, test AUC"
-        f" {figures['auc']:.4f}",
+        f"{result['rows']:,} rows in {len(SPARSE)} tables, test AUC"
+        f" {result['auc']:.4f}",
         flush=True,
     )
 

@@ -212,8 +212,8 @@ def test_the_moments_of_kills_are_seeded() -> None:
     assert moments != soak.kill_moments(1000.0, 12, 6)
     assert [second for second, _ in moments] == sorted(second for second, _ in moments)
     assert {victim for _, victim in moments} == set(soak.VICTIMS)
-    assert moments[0][0] >= 1000 * soak.KILLS_FROM
-    assert moments[-1][0] <= 1000 * soak.KILLS_UNTIL
+    assert moments[0][0] >= 1000 * soak.FIRST_KILL
+    assert moments[-1][0] <= 1000 * soak.LAST_KILL
 
 
 def test_what_the_plot_has(tmp_path: Path) -> None:

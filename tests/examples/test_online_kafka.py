@@ -164,7 +164,7 @@ def test_a_broker_that_does_not_answer_is_named(
 GENERATOR = """
 import pathlib, sys
 from online import generator
-generator.MOST = 20
+generator.MAX_CLICKS = 20
 generator.generate(generator.Settings.read(pathlib.Path(sys.argv[1])))
 """
 """A generator that appends few clicks at a time, so that it can be killed between them.
