@@ -12,16 +12,12 @@ from typing import Any
 
 
 def set_fields(value: Any) -> str:
-    """Returns the repr of a dataclass, with the fields that differ from their defaults
-    only.
-    """
+    """Returns the repr of a dataclass: the fields that differ from their defaults."""
     shown = []
     for field in fields(value):
-        default = (
-            field.default
-            if field.default_factory is MISSING
-            else field.default_factory()
-        )
+        default: Any = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
         if field.repr and getattr(value, field.name) != default:
             shown.append(f"{field.name}={getattr(value, field.name)!r}")
     return f"{type(value).__name__}({', '.join(shown)})"
@@ -29,27 +25,31 @@ def set_fields(value: Any) -> str:
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a table as aligned text. Columns of numbers are aligned to the right."""
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    numbers = [
-        all(cell[:1].isdigit() for cell in cells) for cells in zip(*rows, strict=True)
-    ] or [False] * len(widths)
+    aligned_columns = []
+    for number, name in enumerate(columns):
+        cells = [row[number] for row in rows]
+        aligned_columns.append(_aligned(name, cells))
+    lines = ["  ".join(cells) for cells in zip(*aligned_columns, strict=True)]
+    return "\n".join(line.rstrip() for line in lines)
 
-    def line(cells: Sequence[str]) -> str:
-        aligned = zip(cells, widths, numbers, strict=True)
-        return "  ".join(
-            c.rjust(width) if number else c.ljust(width) for c, width, number in aligned
-        ).rstrip()
 
-    return "\n".join(
-        [line(columns), line(["-" * width for width in widths]), *map(line, rows)]
-    )
+def _aligned(name: str, cells: Sequence[str]) -> list[str]:
+    """Returns the name of a column, a rule and the cells, all equally wide."""
+    width = max(map(len, [name, *cells]))
+    is_of_numbers = bool(cells) and all(cell[:1].isdigit() for cell in cells)
+    lines = [name, "-" * width, *cells]
+    if is_of_numbers:
+        return [line.rjust(width) for line in lines]
+    return [line.ljust(width) for line in lines]
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a table as HTML, for notebooks."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    head = _html_row("th", columns)
+    body = "".join(_html_row("td", row) for row in rows)
+    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    content = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+    return f"<tr>{content}</tr>"

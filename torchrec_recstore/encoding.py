@@ -19,14 +19,10 @@ from torch import Tensor, nn
 from torchrec_recstore import options
 from torchrec_recstore.optim import OPTIMIZERS
 
-_CLASSES: dict[str, Any] = {
-    **OPTIMIZERS,
-    **{
-        name: value
-        for name, value in vars(options).items()
-        if isinstance(value, type) and is_dataclass(value)
-    },
-}
+_CLASSES: dict[str, Any] = dict(OPTIMIZERS)
+for _name, _value in vars(options).items():
+    if isinstance(_value, type) and is_dataclass(_value):
+        _CLASSES[_name] = _value
 
 
 def not_known(what: str) -> str:
@@ -43,26 +39,34 @@ def not_known(what: str) -> str:
 
 
 def check_fields(
-    where: str, found: Collection[str], known: Any, optional: Collection[str] = ()
+    where: str,
+    field_names: Collection[str],
+    valid: Any,
+    optional: Collection[str] = (),
 ) -> None:
     """Checks the names of the fields of an entry of a file.
 
-    ``where`` is the name of the entry, for the message.
+    Args:
+        where: The name of the entry, for the message.
+        field_names: The names of the fields that the entry has.
+        valid: The names of the fields that it may have, or a dataclass. The fields of a
+            dataclass with a default are optional, because a later version may have
+            added them.
+        optional: The names of the fields that it may lack. Default: none.
 
-    ``known`` are names, or a dataclass: its fields with a default are optional, because
-    a later version may have added them. Raises ValueError if the entry has a field that
-    is not ``known``, or lacks one that is not ``optional``.
+    Raises:
+        ValueError: The entry has a field that is not ``valid``, or lacks one that is
+            not ``optional``.
     """
-    if is_dataclass(known):
-        optional = [
-            field.name for field in fields(known) if field.default is not MISSING
-        ]
-        known = [field.name for field in fields(known)]
-    for name in found:
-        if name not in known:
+    if is_dataclass(valid):
+        class_fields = fields(valid)
+        valid = [field.name for field in class_fields]
+        optional = [f.name for f in class_fields if f.default is not MISSING]
+    for name in field_names:
+        if name not in valid:
             raise ValueError(not_known(f"{where} has the field {name!r}"))
-    for name in known:
-        if name not in found and name not in optional:
+    for name in valid:
+        if name not in field_names and name not in optional:
             raise ValueError(f"{where} has no field {name!r}")
 
 
@@ -96,37 +100,52 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
     if isinstance(value, tuple):
         return {"$tuple": encode(list(value), tensors, where)}
     if isinstance(value, Mapping):
-        for key in value:
-            if isinstance(key, bool) or not isinstance(key, str | int):
-                raise TypeError(
-                    f"training_state{where} has a key of type {type(key).__name__}:"
-                    " only str and int are saved"
-                )
-        items = [
-            (key, encode(item, tensors, f"{where}/{key}"))
-            for key, item in value.items()
-        ]
-        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
-        return dict(items) if plain else {"$dict": [list(item) for item in items]}
+        return _encode_mapping(value, tensors, where)
     if is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
-        saved = [f for f in fields(value) if f.metadata.get("saved", True)]
-        kept = [
-            f.name
-            for f in saved
-            if not f.metadata or getattr(value, f.name) != f.default
-        ]
-        return {
-            "$type": type(value).__name__,
-            **{k: encode(getattr(value, k), tensors, f"{where}/{k}") for k in kept},
-        }
+        return _encode_dataclass(value, tensors, where)
     raise TypeError(
         f"training_state{where} is of type {type(value).__name__}, which cannot be"
         " saved: pass plain values and tensors"
     )
 
 
+def _encode_mapping(
+    mapping: Mapping[Any, object], tensors: dict[str, Tensor], where: str
+) -> dict[str, Any]:
+    for key in mapping:
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise TypeError(
+                f"training_state{where} has a key of type {type(key).__name__}:"
+                " only str and int are saved"
+            )
+    encoded = {}
+    for key, value in mapping.items():
+        encoded[key] = encode(value, tensors, f"{where}/{key}")
+    if all(isinstance(key, str) and not key.startswith("$") for key in mapping):
+        return encoded
+    # JSON has no other keys than strings, and "$" marks what this module writes
+    return {"$dict": [list(item) for item in encoded.items()]}
+
+
+def _encode_dataclass(
+    value: Any, tensors: dict[str, Tensor], where: str
+) -> dict[str, Any]:
+    encoded = {"$type": type(value).__name__}
+    for field in fields(value):
+        field_value = getattr(value, field.name)
+        is_saved = field.metadata.get("saved", True)
+        # earlier versions do not know the field
+        is_left_out = bool(field.metadata) and field_value == field.default
+        if is_saved and not is_left_out:
+            path = f"{where}/{field.name}"
+            encoded[field.name] = encode(field_value, tensors, path)
+    return encoded
+
+
 def _check_tensor(tensor: Tensor, where: str) -> None:
-    kind = type(tensor).__name__ if type(tensor) not in (Tensor, nn.Parameter) else None
+    kind: str | None = None
+    if type(tensor) not in (Tensor, nn.Parameter):
+        kind = type(tensor).__name__
     if tensor.layout is not torch.strided:
         kind = str(tensor.layout)
     elif tensor.is_meta or tensor.is_complex() or tensor.is_quantized:
@@ -160,25 +179,29 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$dict" in value:
         return {key: decode(item, tensors) for key, item in value["$dict"]}
     if "$type" in value:
-        known = _CLASSES.get(value["$type"])
-        if known is None:
-            raise ValueError(
-                not_known(f"there is a value of the type {value['$type']!r}")
-            )
-        values = {
-            key: decode(item, tensors) for key, item in value.items() if key != "$type"
-        }
-        _refuse_unsaved(value["$type"], known, values)
-        check_fields(f"a value of the type {value['$type']!r}", values, known)
-        return known(**values)
+        return _decode_dataclass(value, tensors)
     return {key: decode(item, tensors) for key, item in value.items()}
 
 
-def _refuse_unsaved(name: str, known: Any, values: Mapping[str, Any]) -> None:
+def _decode_dataclass(encoded: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    name = encoded["$type"]
+    dataclass_type = _CLASSES.get(name)
+    if dataclass_type is None:
+        raise ValueError(not_known(f"there is a value of the type {name!r}"))
+    arguments = {}
+    for key, item in encoded.items():
+        if key != "$type":
+            arguments[key] = decode(item, tensors)
+    _refuse_unsaved(name, dataclass_type, arguments)
+    check_fields(f"a value of the type {name!r}", arguments, dataclass_type)
+    return dataclass_type(**arguments)
+
+
+def _refuse_unsaved(name: str, dataclass_type: Any, values: Mapping[str, Any]) -> None:
     """Refuses a field that :func:`encode` never writes: the code of a ``RowOptimizer``,
     which a table would run.
     """
-    for field in fields(known):
+    for field in fields(dataclass_type):
         if not field.metadata.get("saved", True) and field.name in values:
             raise ValueError(
                 f"a value of the type {name!r} has the field {field.name!r}, which"

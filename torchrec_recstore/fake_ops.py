@@ -8,7 +8,7 @@ Tests: tests/test_ops.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,100 +37,124 @@ def _pooled(group: int, ids: Tensor, *_: object) -> Tensor:
     return ids.new_empty((_size(), _size()), dtype=torch.float32)
 
 
+def _lookup(table: int, ids: Tensor, train: bool) -> Tensor:
+    return ids.new_empty((ids.shape[0], _size()), dtype=torch.float32)
+
+
+def _count(table: int, ids: Tensor, *_: object) -> Tensor:
+    return ids.new_empty(())
+
+
 def _exported(table: int, ids: Tensor) -> tuple[Tensor, ...]:
-    n, columns = ids.shape[0], _size()
-    floats = [
-        ids.new_empty(shape, dtype=torch.float32)
-        for shape in ((n, columns), (_size(), n, columns), (n,))
-    ]
-    return *floats, ids.new_empty(n), ids.new_empty(n)
+    rows = ids.shape[0]
+    columns = _size()
+    weight = ids.new_empty((rows, columns), dtype=torch.float32)
+    elements = ids.new_empty((_size(), rows, columns), dtype=torch.float32)
+    row_wise_state = ids.new_empty(rows, dtype=torch.float32)
+    return weight, elements, row_wise_state, ids.new_empty(rows), ids.new_empty(rows)
+
+
+def _images(table: int, ids: Tensor) -> Tensor:
+    return ids.new_empty((ids.shape[0], _size()), dtype=torch.uint8)
+
+
+def _scored_images(table: int, ids: Tensor, scores: Tensor, images: Tensor) -> Tensor:
+    return images.new_empty(images.shape)
+
+
+def _ssd_rows(store: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+    rows = ids.new_empty((_size(), _size()), dtype=torch.uint8)
+    return _flags(store, ids), rows
+
+
+def _table_ids(group: int, ids: Tensor, offsets: Tensor | None) -> list[Tensor]:
+    return [_some_ids(group, ids)]
+
+
+def _group_forward(
+    group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, train: bool
+) -> tuple[Tensor, Tensor]:
+    return _pooled(group, ids), ids.new_empty(int(train))
+
+
+def _group_backward(
+    context: Tensor, grad: Tensor, rates: object, weight_grads: bool
+) -> Tensor:
+    return grad.new_empty((_size() if weight_grads else 0,))
+
+
+def _weight_gradients(context: Tensor, grad: Tensor) -> Tensor:
+    return grad.new_empty(_size())
+
+
+def _rows_forward(
+    groups: Sequence[int], ids: Tensor, counts: object, train: bool
+) -> tuple[Tensor, Tensor]:
+    rows = ids.new_empty(_size(), dtype=torch.float32)
+    return rows, ids.new_empty(len(groups) if train else 0)
+
+
+def _ids_split(
+    ids: Tensor, tables: Sequence[int], owners: object, n: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    counts = ids.new_empty(n, len(tables))
+    return ids.new_empty(ids.shape), ids.new_empty(ids.shape), counts
+
+
+def _ids_distinct(ids: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    distinct_counts = ids.new_empty(len(counts))
+    return ids.new_empty(_size()), ids.new_empty(ids.shape), distinct_counts
+
+
+def _mixed_ids(ids: Tensor, inverse: bool) -> Tensor:
+    return ids.new_empty(ids.shape)
 
 
 _FAKES: dict[str, Callable[..., object]] = {
-    **dict.fromkeys(
-        (
-            "table_read",
-            "table_update",
-            "table_insert",
-            "table_import",
-            "table_set_sightings",
-        ),
-        _nothing,
-    ),
-    **dict.fromkeys(
-        (
-            "table_bring_back",
-            "table_note_cold",
-            "table_begin_refilter",
-            "table_keep_cold",
-        ),
-        _nothing,
-    ),
-    **dict.fromkeys(
-        (
-            "table_end_refilter",
-            "table_note_left",
-            "group_prefetch",
-            "group_accumulated_backward",
-        ),
-        _nothing,
-    ),
-    **dict.fromkeys(
-        ("rows_read", "rows_update", "rows_put", "rows_take", "ssd_put", "ssd_delete"),
-        _nothing,
-    ),
-    **dict.fromkeys(
-        (
-            "table_contains",
-            "table_may_be_cold",
-            "table_admits",
-            "table_evict",
-            "table_may_be_kept",
-        ),
-        _flags,
-    ),
-    **dict.fromkeys(("table_absent", "table_leaving", "rows_begin"), _some_ids),
-    "table_lookup": lambda table, ids, train: ids.new_empty(
-        (ids.shape[0], _size()), dtype=torch.float32
-    ),
-    "table_remove": lambda table, ids: ids.new_empty(()),
-    "table_add_left": _nothing,
-    "table_set_scores": lambda table, ids, scores: ids.new_empty(()),
-    "table_score_images": lambda table, ids, scores, images: images.new_empty(
-        images.shape
-    ),
-    "table_export": _exported,
-    "table_images": lambda table, ids: ids.new_empty(
-        (ids.shape[0], _size()), dtype=torch.uint8
-    ),
-    "ssd_get": lambda store, ids: (
-        _flags(store, ids),
-        ids.new_empty((_size(), _size()), dtype=torch.uint8),
-    ),
-    "group_table_ids": lambda group, ids, offsets: [_some_ids(group, ids)],
+    "group_accumulated_backward": _nothing,
+    "group_backward": _group_backward,
+    "group_forward": _group_forward,
+    "group_prefetch": _nothing,
     "group_read": _pooled,
-    "group_forward": lambda group, ids, *more: (
-        _pooled(group, ids),
-        ids.new_empty(int(more[-1])),
-    ),
-    "group_backward": lambda context, grad, rates, weights: grad.new_empty(
-        (_size() if weights else 0,)
-    ),
-    "group_weight_gradients": lambda context, grad: grad.new_empty(_size()),
-    "rows_forward": lambda groups, ids, counts, train: (
-        ids.new_empty(_size(), dtype=torch.float32),
-        ids.new_empty(len(groups) if train else 0),
-    ),
-    "ids_split": lambda ids, tables, owners, n: (
-        *(ids.new_empty(ids.shape) for _ in range(2)),
-        ids.new_empty(n, len(tables)),
-    ),
-    "ids_distinct": lambda ids, counts: (
-        ids.new_empty(_size()),
-        ids.new_empty(ids.shape),
-        ids.new_empty(len(counts)),
-    ),
-    "mix_ids": lambda ids, inverse: ids.new_empty(ids.shape),
+    "group_table_ids": _table_ids,
+    "group_weight_gradients": _weight_gradients,
+    "ids_distinct": _ids_distinct,
+    "ids_split": _ids_split,
+    "mix_ids": _mixed_ids,
+    "rows_begin": _some_ids,
+    "rows_forward": _rows_forward,
+    "rows_put": _nothing,
+    "rows_read": _nothing,
+    "rows_take": _nothing,
+    "rows_update": _nothing,
+    "ssd_delete": _nothing,
+    "ssd_get": _ssd_rows,
+    "ssd_put": _nothing,
+    "table_absent": _some_ids,
+    "table_add_left": _nothing,
+    "table_admits": _flags,
+    "table_begin_refilter": _nothing,
+    "table_bring_back": _nothing,
+    "table_contains": _flags,
+    "table_end_refilter": _nothing,
+    "table_evict": _flags,
+    "table_export": _exported,
+    "table_images": _images,
+    "table_import": _nothing,
+    "table_insert": _nothing,
+    "table_keep_cold": _nothing,
+    "table_leaving": _some_ids,
+    "table_lookup": _lookup,
+    "table_may_be_cold": _flags,
+    "table_may_be_kept": _flags,
+    "table_note_cold": _nothing,
+    "table_note_left": _nothing,
+    "table_read": _nothing,
+    "table_remove": _count,
+    "table_score_images": _scored_images,
+    "table_set_scores": _count,
+    "table_set_sightings": _nothing,
+    "table_update": _nothing,
 }
 
 _ON_TENSORS = (

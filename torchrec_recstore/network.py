@@ -57,11 +57,12 @@ def checked_addresses(
         raise TypeError(f"{argument} must be a list of 'host:port', got {addresses!r}")
     if not addresses:
         raise ValueError(f"{argument} must name at least one 'host:port'")
-    for address in (one for each in addresses for one in each.split("/")):
-        try:
-            host_of(address)
-        except ValueError as error:
-            raise ValueError(f"{argument} {error}") from None
+    for address in addresses:
+        for address_of_one in address.split("/"):
+            try:
+                host_of(address_of_one)
+            except ValueError as error:
+                raise ValueError(f"{argument} {error}") from None
     if len(set(addresses)) != len(addresses):
         raise ValueError(f"{argument} must differ, got {', '.join(addresses)}")
     return tuple(addresses)
@@ -72,9 +73,9 @@ def check_token(token: object, argument: str = "token") -> None:
 
     None: the servers require no token.
     """
-    if token is not None and not (
-        isinstance(token, str) and re.fullmatch("[!-~]+", token)
-    ):
+    if token is None:
+        return
+    if not isinstance(token, str) or not re.fullmatch("[!-~]+", token):
         raise ValueError(
             f"{argument} must be of printable ASCII characters without blanks"
         )

@@ -106,24 +106,21 @@ class Optimizer:
     def __init_subclass__(
         cls, *, kind: int, states: Mapping[str, StateKind] | tuple[()]
     ) -> None:
-        cls.kind, cls.states = kind, states  # type: ignore[assignment]
+        cls.kind = kind
+        cls.states = states  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            _check(
-                f"{type(self).__name__}.{each.name}",
-                each.name,
-                getattr(self, each.name),
-            )
+        for number in fields(self):
+            argument = f"{type(self).__name__}.{number.name}"
+            _check(argument, number.name, getattr(self, number.name))
 
     def __repr__(self) -> str:
-        values = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.repr
-        }
-        shown = ", ".join(
-            f"{name}={value!r}" for name, value in values.items() if value is not None
-        )
-        return f"{type(self).__name__}({shown})"
+        shown = []
+        for number in fields(self):
+            value = getattr(self, number.name)
+            if number.repr and value is not None:
+                shown.append(f"{number.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def numbers(self) -> list[float]:
         """Returns the numbers of ``OptimizerConfig`` in csrc/rows/optimizer.h; 0 for a
@@ -384,12 +381,11 @@ class RowOptimizer(Optimizer, kind=-1, states=()):
         for number in ("lr", "max_gradient", "max_gradient_norm"):
             _check(f"RowOptimizer.{number}", number, getattr(self, number))
         for argument in ("states", "hyperparameters", "once"):
+            pairs = list(dict(getattr(self, argument)).items())
             # elements first
-            pairs = sorted(
-                dict(getattr(self, argument)).items(), key=lambda pair: pair[1] == "row"
-            )
+            pairs.sort(key=lambda pair: pair[1] == "row")
             object.__setattr__(self, argument, tuple(pairs))  # A tuple can be hashed.
-        kinds = [*dict(self.states).values()]
+        kinds = list(dict(self.states).values())
         if not {"element", "row"}.issuperset(kinds) or kinds.count("row") > 1:
             raise ValueError(
                 "RowOptimizer.states must be 'element', and at most one 'row', got"
@@ -419,7 +415,9 @@ class RowOptimizer(Optimizer, kind=-1, states=()):
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    k: v for k, v in globals().items() if k in __all__ and isinstance(v, type)
+    name: value
+    for name, value in globals().items()
+    if name in __all__ and isinstance(value, type)
 }
 """All optimizers by name, in the order of this module."""
 
@@ -445,11 +443,12 @@ def state_names(optimizer: Optimizer) -> dict[str, StateKind]:
             f"{optimizer.name}.{name}": kind
             for name, kind in dict(optimizer.states).items()
         }
-    return (
-        {}
-        if isinstance(optimizer, SGD) and not optimizer.momentum
-        else dict(optimizer.states)
-    )
+    if isinstance(optimizer, SGD) and not optimizer.momentum:
+        return {}
+    return dict(optimizer.states)
+
+
+_SQUARES = ("sum", "square_avg", "acc_delta", "accumulator")
 
 
 def is_square(state_name: str) -> bool:
@@ -457,12 +456,8 @@ def is_square(state_name: str) -> bool:
 
     All row-wise states are.
     """
-    return state_name.endswith("_sq") or state_name.split(".")[-1] in (
-        "sum",
-        "square_avg",
-        "acc_delta",
-        "accumulator",
-    )
+    last_part = state_name.split(".")[-1]
+    return last_part.endswith("_sq") or last_part in _SQUARES
 
 
 def state_bytes(optimizer: Optimizer, columns: int, itemsize: int = 4) -> int:

@@ -67,10 +67,10 @@ def options_of_flags(
             raise ValueError(f"{flag} needs --eviction lfu")
     expires = expire_steps is not None or expire_seconds is not None
     policy: LRU | LFU | None = None
-    if max_rows is not None:
-        policy = (
-            LFU(half_life_steps, lfu_count or "steps") if eviction == "lfu" else LRU()
-        )
+    if eviction == "lfu":
+        policy = LFU(half_life_steps, lfu_count or "steps")
+    elif max_rows is not None:
+        policy = LRU()
     return TableOptions(
         seed=seed,
         max_rows=max_rows,

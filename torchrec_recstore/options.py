@@ -40,36 +40,31 @@ MAX_SCORE = (2 - 2**-23) * 2.0**127
 MAX_LEFT_IDS = 2**30
 """The largest number of ids that :class:`TableOptions` allows as ``left_ids``."""
 LEFT_ID_BYTES = 24
-"""The bytes of each id in a full record of ``left_ids`` (csrc/snapshot/departures.h)."""
+"""The bytes of each id in a full record of ``left_ids`` (csrc/snapshot/departures.h).
+"""
 NONFINITE = ("pass", "skip", "raise")
-"""What :class:`TableOptions` allows as ``nonfinite``, in the order of csrc/rows/config.h."""
+"""The values of ``TableOptions.nonfinite``, in the order of csrc/rows/config.h."""
 
 
 def _check_finite(owner: object, *names: str, least: float = -math.inf) -> None:
     for name in names:
-        if not math.isfinite(value := getattr(owner, name)):
-            raise ValueError(
-                f"{type(owner).__name__}.{name} must be finite, got {value}"
-            )
+        argument = f"{type(owner).__name__}.{name}"
+        value = getattr(owner, name)
+        if not math.isfinite(value):
+            raise ValueError(f"{argument} must be finite, got {value}")
         if value < least:
-            raise ValueError(
-                f"{type(owner).__name__}.{name} must be at least {least}, got {value}"
-            )
+            raise ValueError(f"{argument} must be at least {least}, got {value}")
 
 
 def _check_positive(owner: object, *names: str) -> None:
     for name in names:
+        argument = f"{type(owner).__name__}.{name}"
         value = getattr(owner, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(
-                f"{type(owner).__name__}.{name} must be a number, got"
-                f" {type(value).__name__}"
-            )
+            raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
         _check_finite(owner, name)
         if value <= 0:
-            raise ValueError(
-                f"{type(owner).__name__}.{name} must be positive, got {value}"
-            )
+            raise ValueError(f"{argument} must be positive, got {value}")
 
 
 def check_int(name: str, value: object, least: int, most: int = 2**63 - 1) -> int:
@@ -78,11 +73,10 @@ def check_int(name: str, value: object, least: int, most: int = 2**63 - 1) -> in
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if not least <= value <= most:
-        raise ValueError(
-            f"{name} must be at"
-            f" {f'least {least}' if value < least else f'most {most}'}, got {value}"
-        )
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
     return value
 
 
@@ -93,17 +87,16 @@ def _check_int(owner: object, least: int, *names: str) -> None:
 
 def _check_str(owner: object, *names: str) -> None:
     for name in names:
+        argument = f"{type(owner).__name__}.{name}"
         value = getattr(owner, name)
         if not isinstance(value, str):
-            raise TypeError(
-                f"{type(owner).__name__}.{name} must be a str, got"
-                f" {type(value).__name__}"
-            )
+            raise TypeError(f"{argument} must be a str, got {type(value).__name__}")
         if not value:
-            raise ValueError(f"{type(owner).__name__}.{name} must not be empty")
+            raise ValueError(f"{argument} must not be empty")
 
 
-def _given(owner: object, *names: str) -> list[str]:
+def _set_names(owner: object, *names: str) -> list[str]:
+    """Returns those of the names whose fields are not None."""
     return [name for name in names if getattr(owner, name) is not None]
 
 
@@ -212,7 +205,7 @@ class LFU:
     __repr__ = set_fields
 
     def __post_init__(self) -> None:
-        _check_int(self, 1, *_given(self, "half_life_steps"))
+        _check_int(self, 1, *_set_names(self, "half_life_steps"))
         if self.count not in ("steps", "occurrences"):
             raise ValueError(
                 f"LFU.count must be 'steps' or 'occurrences', got {self.count!r}"
@@ -248,12 +241,8 @@ class Scored:
             raise TypeError(
                 f"Scored.default must be a number, got {type(self.default).__name__}"
             )
-        if not self.default >= -MAX_SCORE:
-            raise ValueError(
-                "Scored.default must be a float32 number or infinity, got"
-                f" {self.default}"
-            )
-        if MAX_SCORE < self.default < math.inf:
+        is_float32 = -MAX_SCORE <= self.default <= MAX_SCORE
+        if not is_float32 and self.default != math.inf:
             raise ValueError(
                 "Scored.default must be a float32 number or infinity, got"
                 f" {self.default}"
@@ -306,7 +295,7 @@ class Expiry:
                     "Expiry.max_jump_s needs seconds: steps are counted, and have no"
                     " time that can jump"
                 )
-        _check_positive(self, *_given(self, "seconds", "max_jump_s"))
+        _check_positive(self, *_set_names(self, "seconds", "max_jump_s"))
 
     __repr__ = set_fields
 
@@ -349,7 +338,8 @@ class MinFrequency:
     def __post_init__(self) -> None:
         check_int("MinFrequency.count", self.count, 1, 255)
         _check_int(self, 2**10, "counter_bytes")
-        if self.counter_bytes & (self.counter_bytes - 1) or self.counter_bytes > 2**34:
+        is_power_of_two = self.counter_bytes & (self.counter_bytes - 1) == 0
+        if not is_power_of_two or self.counter_bytes > 2**34:
             raise ValueError(
                 "MinFrequency.counter_bytes must be a power of two, at most 2**34, got"
                 f" {self.counter_bytes}"
@@ -378,7 +368,7 @@ class SSDStore:
     shared: str | None = None
 
     def __post_init__(self) -> None:
-        _check_str(self, "path", *_given(self, "shared"))
+        _check_str(self, "path", *_set_names(self, "shared"))
 
 
 @dataclass(frozen=True)
@@ -476,7 +466,7 @@ class ServerStore:
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        _check_str(self, "servers", *_given(self, "shared", "token", "tls_ca"))
+        _check_str(self, "servers", *_set_names(self, "shared", "token", "tls_ca"))
         checked_addresses(self.addresses, "ServerStore.servers")
         check_token(self.token, "ServerStore.token")
         _check_positive(self, "timeout_s")
@@ -524,13 +514,12 @@ class Servers:
     __repr__ = set_fields
 
     def __post_init__(self) -> None:
+        addresses = checked_addresses(self.addresses, "Servers.addresses")
         # A tuple, so that the options can be compared and hashed.
-        object.__setattr__(
-            self, "addresses", checked_addresses(self.addresses, "Servers.addresses")
-        )
+        object.__setattr__(self, "addresses", addresses)
         _check_int(self, 0, "staleness")
         check_token(self.token, "Servers.token")
-        _check_str(self, *_given(self, "tls_ca", "tls_cert", "tls_key"))
+        _check_str(self, *_set_names(self, "tls_ca", "tls_cert", "tls_key"))
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError(
                 "Servers.tls_cert and Servers.tls_key must be set together"
@@ -634,23 +623,9 @@ class TableOptions:
             raise TypeError(
                 f"TableOptions.frozen must be a bool, got {type(self.frozen).__name__}"
             )
-        _check_int(self, 1, *_given(self, "expected_rows", "max_rows"))
-        kinds: dict[str, tuple[type, ...]] = {
-            "initializer": (UniformInit, NormalInit, ConstantInit)
-        }
-        kinds |= {
-            "expiry": (Expiry,),
-            "admission": (MinFrequency,),
-            "servers": (Servers,),
-        }
-        kinds["eviction"] = (LRU, LFU, Scored)
-        for name in _given(self, *kinds):
-            if not isinstance(value := getattr(self, name), kinds[name]):
-                names = " or ".join(kind.__name__ for kind in kinds[name])
-                raise TypeError(
-                    f"TableOptions.{name} must be {names}, got {type(value).__name__}"
-                )
-        for name in _given(self, "eviction", "cold_store"):
+        _check_int(self, 1, *_set_names(self, "expected_rows", "max_rows"))
+        self._check_types()
+        for name in _set_names(self, "eviction", "cold_store"):
             if self.max_rows is None:
                 raise ValueError(
                     f"TableOptions.{name} needs max_rows: an unbounded table evicts"
@@ -669,22 +644,48 @@ class TableOptions:
                 "TableOptions.cold_store must be hashable, got"
                 f" {type(self.cold_store).__name__}"
             )
+        self._check_choices()
+        if self.servers is None:
+            return
+        if self.cold_store is not None:
+            raise ValueError(
+                "TableOptions.cold_store cannot be used with servers: each server"
+                " chooses it, with recstore serve --cold-store"
+            )
+        reason = not_on_servers(self)
+        if reason is not None:
+            raise ValueError(f"TableOptions.{reason}")
+
+    def _check_types(self) -> None:
+        types: dict[str, tuple[type, ...]] = {
+            "initializer": (UniformInit, NormalInit, ConstantInit),
+            "expiry": (Expiry,),
+            "admission": (MinFrequency,),
+            "servers": (Servers,),
+            "eviction": (LRU, LFU, Scored),
+        }
+        for name in _set_names(self, *types):
+            value = getattr(self, name)
+            if not isinstance(value, types[name]):
+                type_names = " or ".join(kind.__name__ for kind in types[name])
+                raise TypeError(
+                    f"TableOptions.{name} must be {type_names},"
+                    f" got {type(value).__name__}"
+                )
+
+    def _check_choices(self) -> None:
         choices = {
             "routing": ("block", "hash"),
             "missing": ("zeros", "init"),
             "nonfinite": NONFINITE,
         }
-        for name, known in choices.items():
-            if (value := getattr(self, name)) not in known:
-                choice = " or ".join(map(repr, known))
-                raise ValueError(f"TableOptions.{name} must be {choice}, got {value!r}")
-        if self.servers is not None and self.cold_store is not None:
-            raise ValueError(
-                "TableOptions.cold_store cannot be used with servers: each server"
-                " chooses it, with recstore serve --cold-store"
-            )
-        if self.servers is not None and (reason := not_on_servers(self)) is not None:
-            raise ValueError(f"TableOptions.{reason}")
+        for name, values in choices.items():
+            value = getattr(self, name)
+            if value not in values:
+                allowed = " or ".join(map(repr, values))
+                raise ValueError(
+                    f"TableOptions.{name} must be {allowed}, got {value!r}"
+                )
 
 
 def check_shared_rows(options: TableOptions) -> None:
@@ -742,14 +743,16 @@ def shard_options(
     if split is None or options.max_rows is None:
         return options
     ranks, rank = split
-    rows, rest = divmod(options.max_rows, ranks)
+    rows, shards_with_one_more = divmod(options.max_rows, ranks)
     if rows == 0:
         raise ValueError(
             f"RecStore table {table_name!r}: max_rows={options.max_rows} is less than"
             f" the {ranks} shards that its rows are split into: set max_rows to {ranks}"
             " or more"
         )
-    return replace(options, max_rows=rows + (rank < rest))
+    if rank < shards_with_one_more:
+        rows += 1
+    return replace(options, max_rows=rows)
 
 
 def resident_rows(options: TableOptions, num_embeddings: int | None) -> int:
@@ -762,16 +765,18 @@ def resident_rows(options: TableOptions, num_embeddings: int | None) -> int:
     """
     if options.max_rows is None:
         return _expected_ids(options, num_embeddings)
-    wanted = options.expected_rows or num_embeddings
-    return options.max_rows if wanted is None else min(wanted, options.max_rows)
+    expected_rows = options.expected_rows or num_embeddings
+    if expected_rows is None:
+        return options.max_rows
+    return min(expected_rows, options.max_rows)
 
 
 def _expected_ids(options: TableOptions, num_embeddings: int | None) -> int:
     if options.expected_rows is not None:
         return options.expected_rows
-    return (
-        MAX_INIT_ROWS if num_embeddings is None else min(num_embeddings, MAX_INIT_ROWS)
-    )
+    if num_embeddings is None:
+        return MAX_INIT_ROWS
+    return min(num_embeddings, MAX_INIT_ROWS)
 
 
 def default_initializer(
@@ -787,5 +792,6 @@ def default_initializer(
     """
     if options.initializer is not None:
         return options.initializer
-    bound = math.sqrt(1.0 / min(_expected_ids(options, num_embeddings), MAX_INIT_ROWS))
+    rows = min(_expected_ids(options, num_embeddings), MAX_INIT_ROWS)
+    bound = math.sqrt(1.0 / rows)
     return UniformInit(-bound, bound)

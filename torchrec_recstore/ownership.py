@@ -50,7 +50,8 @@ def refuse_foreign(path: str | Path) -> None:
     for part in dict.fromkeys([absolute, *absolute.parents, real, *real.parents]):
         folder = part.parent
         try:
-            of_part, of_folder = part.lstat(), folder.stat()
+            of_part = part.lstat()
+            of_folder = folder.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
         if not _is_foreign(of_part, of_folder):
@@ -65,12 +66,10 @@ def _is_foreign(of_entry: os.stat_result, of_folder: os.stat_result) -> bool:
     user.
     """
     is_shared = of_folder.st_mode & _SHARED == _SHARED
-    return is_shared and of_entry.st_uid not in (
-        os.geteuid(),
-        0,
-        of_folder.st_uid,
-        *_trusted_users(),
-    )
+    if not is_shared:
+        return False
+    trusted_users = [os.geteuid(), 0, of_folder.st_uid, *_trusted_users()]
+    return of_entry.st_uid not in trusted_users
 
 
 def _trusted_users() -> list[int]:
@@ -90,9 +89,10 @@ def _is_mount(path: Path) -> bool:
     except OSError:
         return False
     # proc_pid_mountinfo(5): the fifth field is the mount point, in which a space is
-    # \\040.
+    # \\040 and a backslash is \\134.
     mount_points = {os.fsdecode(line.split()[4]) for line in lines}
-    return os.fspath(path).replace("\\", "\\134").replace(" ", "\\040") in mount_points
+    escaped_path = os.fspath(path).replace("\\", "\\134").replace(" ", "\\040")
+    return escaped_path in mount_points
 
 
 def _is_squashed(folder: Path, user: int) -> bool:
@@ -100,8 +100,8 @@ def _is_squashed(folder: Path, user: int) -> bool:
     user, who is ``user``.
     """
     try:
-        with tempfile.TemporaryFile(dir=folder) as made:
-            return os.fstat(made.fileno()).st_uid == user
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_uid == user
     except OSError:
         return False
 

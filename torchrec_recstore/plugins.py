@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-# The group of the entry points of commands, which are typer functions or typer apps,
-# and that of all others.
-_COMMAND_GROUP, _PLUGIN_GROUP = (
-    "torchrec_recstore.commands",
-    "torchrec_recstore.plugins",
-)
+# The group of the entry points of commands, which are typer functions or typer apps.
+_COMMAND_GROUP = "torchrec_recstore.commands"
+# The group of all other entry points.
+_PLUGIN_GROUP = "torchrec_recstore.plugins"
 # Which distribution has a name: torchrec-recstore-service or torchrec-recstore-serving.
 _COMMANDS = {
     "export": "serving",
@@ -49,24 +47,24 @@ def commands() -> dict[str, EntryPoint | None]:
     """Returns the entry points of the commands of other distributions by name, None for
     those not installed.
     """
-    return {
-        **dict.fromkeys(_COMMANDS),
-        **{entry.name: entry for entry in _entry_points(group=_COMMAND_GROUP)},
-    }
+    by_name: dict[str, EntryPoint | None] = dict.fromkeys(_COMMANDS)
+    for entry_point in _entry_points(group=_COMMAND_GROUP):
+        by_name[entry_point.name] = entry_point
+    return by_name
 
 
-def _entry_points(**wanted: str) -> Any:
+def _entry_points(**parameters: str) -> Any:
     # takes as long as the rest of `import torchrec_recstore`
     from importlib.metadata import entry_points
 
-    return entry_points(**wanted)
+    return entry_points(**parameters)
 
 
 def is_installed(name: str) -> bool:
     """Returns whether the distribution that adds a name is installed, without importing
     it.
     """
-    return any(True for _ in _entry_points(group=_PLUGIN_GROUP, name=name))
+    return bool(_entry_points(group=_PLUGIN_GROUP, name=name))
 
 
 @cache
@@ -77,6 +75,6 @@ def plugin(name: str) -> Any:
         ImportError: The distribution is not installed. The message says how to install
             it.
     """
-    for entry in _entry_points(group=_PLUGIN_GROUP, name=name):
-        return entry.load()
+    for entry_point in _entry_points(group=_PLUGIN_GROUP, name=name):
+        return entry_point.load()
     raise missing(name)

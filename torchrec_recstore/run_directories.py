@@ -16,7 +16,7 @@ import socket
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -66,7 +66,8 @@ class RunDirectory:
 
         Does nothing in a forked process. Raises OSError.
         """
-        lock, self._lock = self._lock, None
+        lock = self._lock
+        self._lock = None
         if lock is None:
             return
         try:
@@ -115,11 +116,9 @@ class Run:
         """A description of the process that uses the directory. Empty if none does."""
         if not self.alive:
             return ""
-        return (
-            "a process"
-            if self.pid is None
-            else f"process {self.pid} on host {self.host}"
-        )
+        if self.pid is None:
+            return "a process"
+        return f"process {self.pid} on host {self.host}"
 
 
 def run_directories(folder: str | Path) -> list[Run]:
@@ -129,26 +128,27 @@ def run_directories(folder: str | Path) -> list[Run]:
     The folder need not exist. Raises OSError if the locks of a store cannot be read,
     because they belong to another user.
     """
-    found = []
+    runs = []
     for directory, names, files in os.walk(folder):
         root = Path(directory)
         names[:] = sorted(name for name in names if not _RUN.fullmatch(name))
-        if _LOCK in files and (runs := _runs(root)):
-            with _locked(root, fcntl.LOCK_SH, os.O_RDONLY):
-                owners = [(run, _owner(run)) for run in runs if run.is_dir()]
-            for run, owner in owners:
-                number, _, host = (owner or "").partition(" ")
-                named = (int(number), host) if number.isdigit() else (None, None)
-                found.append(
-                    Run(
-                        run,
-                        unquote(run.parent.name),
-                        _size(run),
-                        owner is not None,
-                        *named,
-                    )
-                )
-    return found
+        paths = _runs(root) if _LOCK in files else []
+        if not paths:
+            continue
+        with _locked(root, fcntl.LOCK_SH, os.O_RDONLY):
+            owners = {path: _owner(path) for path in paths if path.is_dir()}
+        for path, owner in owners.items():
+            runs.append(_run(path, owner))
+    return runs
+
+
+def _run(path: Path, owner: str | None) -> Run:
+    """Describes a run directory, whose process has written ``owner``, if it lives."""
+    run = Run(path, unquote(path.parent.name), _size(path), alive=owner is not None)
+    number, _, host = (owner or "").partition(" ")
+    if not number.isdigit():
+        return run
+    return replace(run, pid=int(number), host=host)
 
 
 def removal(runs: Sequence[Run]) -> str:
@@ -245,12 +245,12 @@ def _delete(run: Path) -> None:
     # directory of a killed process.
     with suppress(FileNotFoundError):
         for path in run.iterdir():
-            if path.name != _LOCK:
-                (
-                    shutil.rmtree(path)
-                    if path.is_dir() and not path.is_symlink()
-                    else path.unlink()
-                )
+            if path.name == _LOCK:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         shutil.rmtree(run)
 
 

@@ -46,32 +46,28 @@ def check_config(config: BaseEmbeddingConfig) -> None:
 
 
 def missing_features(
-    given: Sequence[str], configs: Iterable[BaseEmbeddingConfig]
+    features: Sequence[str], configs: Iterable[BaseEmbeddingConfig]
 ) -> str:
-    """Describes the features of tables that a batch with the features ``given`` lacks.
+    """Describes the features of tables that a batch with ``features`` lacks.
 
     Is empty if it has them all.
     """
-    lacking = [
-        f"{name!r} of table {c.name!r}"
-        for c in configs
-        for name in c.feature_names
-        if name not in given
-    ]
-    return (
-        f"the batch has no feature {', '.join(lacking)}: it has {list(given)}"
-        if lacking
-        else ""
-    )
+    missing = []
+    for config in configs:
+        for name in config.feature_names:
+            if name not in features:
+                missing.append(f"{name!r} of table {config.name!r}")
+    if not missing:
+        return ""
+    return f"the batch has no feature {', '.join(missing)}: it has {list(features)}"
 
 
 def check_init_fn(config: BaseEmbeddingConfig, options: TableOptions | None) -> None:
     """Raises ValueError if a config has an ``init_fn`` of the user, and ``options``
     have no initializer.
     """
-    if (options is None or options.initializer is None) and not _is_default_init(
-        config
-    ):
+    has_initializer = options is not None and options.initializer is not None
+    if not has_initializer and not _is_default_init(config):
         raise ValueError(
             f"RecStore table {config.name!r}: init_fn initializes whole tables, but"
             " rows are created one at a time: set TableOptions.initializer, or the"
@@ -87,14 +83,16 @@ def initializer_of(config: BaseEmbeddingConfig, options: TableOptions) -> Initia
     ValueError, which names the table, if the range is not valid.
     """
     default = default_initializer(options, config.num_embeddings)
-    low, high = config.weight_init_min, config.weight_init_max
+    low = config.weight_init_min
+    high = config.weight_init_max
     if options.initializer is not None or (low is None and high is None):
         return default
     if not isinstance(default, UniformInit):
         raise AssertionError("the default initializer is uniform")
     try:
         return UniformInit(
-            default.low if low is None else low, default.high if high is None else high
+            low=default.low if low is None else low,
+            high=default.high if high is None else high,
         )
     except ValueError as error:
         raise ValueError(

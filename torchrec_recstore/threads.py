@@ -57,23 +57,25 @@ def tune_threads() -> None:
 
     Warns:
         RecStoreWarning: torch has been imported already, and uses another library for
-        OpenMP. Nothing has changed for
-            this process.
+            OpenMP. Nothing has changed for this process.
     """
     started_with = Path("/proc/self/environ").read_bytes().split(b"\0")
-    if any(entry.partition(b"=")[0].decode() in VARIABLES for entry in started_with):
-        return
-    loaded, torch_loaded = _loaded("libgomp"), bool(_loaded("libtorch_cpu"))
+    for entry in started_with:
+        if entry.partition(b"=")[0].decode() in VARIABLES:
+            return
+    gomp_paths = _loaded("libgomp")
+    torch_is_loaded = bool(_loaded("libtorch_cpu"))
     if not any(name in os.environ for name in VARIABLES):
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
-        _tuned.update(set() if loaded or torch_loaded else {"environment"})
+        if not gomp_paths and not torch_is_loaded:
+            _tuned.add("environment")
     if "environment" in _tuned:
         return  # each library that is loaded now or later has read the variable
-    for path in loaded:
+    for path in gomp_paths:
         if path not in _tuned:
             _tuned.add(path)
-            _rest(ctypes.CDLL(path))
-    if torch_loaded and not loaded:
+            _start_sleeping_team(ctypes.CDLL(path))
+    if torch_is_loaded and not gomp_paths:
         warn_user(
             "tune_threads: torch has been imported already, and its threads are not"
             " those of libgomp. Start the process with OMP_WAIT_POLICY=passive in its"
@@ -85,33 +87,30 @@ def _loaded(library: str) -> list[str]:
     """Returns the paths of the loaded libraries with this name, which ends at a dot or
     a dash.
     """
-    paths = {
-        line.split(maxsplit=5)[-1].strip()
-        for line in Path("/proc/self/maps").read_text().splitlines()
-    }
-    return sorted(
-        path
-        for path in paths
-        if Path(path).name.startswith((f"{library}.", f"{library}-"))
-    )
+    paths = set()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1].strip()
+        if Path(path).name.startswith((f"{library}.", f"{library}-")):
+            paths.add(path)
+    return sorted(paths)
 
 
-def _rest(gomp: ctypes.CDLL) -> None:
+def _start_sleeping_team(gomp: ctypes.CDLL) -> None:
     """Starts a team of OpenMP that does nothing and sleeps, so that libgomp has more
     threads than cores.
     """
-    own = gomp.omp_get_max_threads()
-    if own == 1:
+    max_threads = gomp.omp_get_max_threads()
+    if max_threads == 1:
         return  # one thread waits for no other
     started = threading.Event()
-    threads = max(gomp.omp_get_num_procs() - own, 0) + 2
+    threads = max(gomp.omp_get_num_procs() - max_threads, 0) + 2
 
-    def rest() -> None:
+    def run_team() -> None:
         # Each thread of the team calls free(NULL), which does nothing. The team lives
         # as long as this thread.
         gomp.GOMP_parallel(ctypes.CDLL(None).free, None, threads, 0)
         started.set()
         threading.Event().wait()
 
-    threading.Thread(target=rest, name="recstore-tune-threads", daemon=True).start()
+    threading.Thread(target=run_team, name="recstore-tune-threads", daemon=True).start()
     started.wait()

@@ -55,8 +55,10 @@ class Triple:
 
 def release(number: str) -> tuple[int, int]:
     """The major and the minor version: (2, 13) for ``2.13.0+cpu``."""
-    major, minor = (*number.partition("+")[0].split("."), "0")[:2]
-    return (int(major) if major.isdigit() else 0, int(minor) if minor.isdigit() else 0)
+    parts = number.partition("+")[0].split(".")
+    major = int(parts[0]) if parts[0].isdigit() else 0
+    has_minor = len(parts) > 1 and parts[1].isdigit()
+    return major, int(parts[1]) if has_minor else 0
 
 
 TRIPLES = (
@@ -73,9 +75,10 @@ DEFAULT = TRIPLES[1]
 
 def for_torch(number: str) -> Triple | None:
     """The triple with this minor version of torch, or None if there is none."""
-    return next(
-        (triple for triple in TRIPLES if release(triple.torch) == release(number)), None
-    )
+    for triple in TRIPLES:
+        if release(triple.torch) == release(number):
+            return triple
+    return None
 
 
 def nearest_to_torch(number: str) -> Triple:
