@@ -145,12 +145,10 @@ def join(pieces: Iterable[bytes], width: int) -> Tensor:
 
     Their total size is a multiple of ``width``.
     """
-    data = bytearray().join(pieces)  # torch.frombuffer refuses an empty one
-    return (
-        torch.frombuffer(data, dtype=torch.uint8).view(-1, width)
-        if data
-        else torch.empty(0, width).byte()
-    )
+    data = bytearray().join(pieces)
+    if not data:  # torch.frombuffer refuses it
+        return torch.empty(0, width, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8).view(-1, width)
 
 
 def found_rows(values: Sequence[bytes | None], width: int) -> tuple[Tensor, Tensor]:
@@ -168,11 +166,10 @@ def escaped_name(name: str) -> str:
     valid in a Redis pattern.
     """
     escaped = quote(name, safe="").replace(".", "%2E") or "%"
-    return (
-        escaped
-        if len(escaped) <= 128
-        else f"{escaped[:100]}~{hashlib.sha256(name.encode()).hexdigest()[:24]}"
-    )
+    if len(escaped) <= 128:
+        return escaped
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f"{escaped[:100]}~{digest[:24]}"
 
 
 def new_run() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import cast
@@ -72,113 +72,101 @@ def _opened(
 def _starts_empty(options: object) -> None:
     with _opened(options) as store:
         found, rows = store.get(_EXTREME_IDS)
-        _expect(
-            not found.any() and rows.shape == (0, ROW_BYTES), "a new store has no rows"
-        )
-        _expect(not len(_scanned(store)[0]), "a scan of an empty store returns no ids")
+        has_no_rows = not found.any() and rows.shape == (0, ROW_BYTES)
+        _expect(has_no_rows, "a new store has no rows")
+        scanned_ids, _ = _scanned(store)
+        _expect(len(scanned_ids) == 0, "a scan of an empty store returns no ids")
 
 
 def _keeps_rows(options: object) -> None:
     with _opened(options) as store:
-        ids, rows = _EXTREME_IDS, _rows(len(_EXTREME_IDS))
-        rows[0], rows[1] = 0, 255
+        ids = _EXTREME_IDS
+        rows = _rows(len(ids))
+        rows[0] = 0
+        rows[1] = 255
         store.put(ids, rows)
-        _expect_rows(
-            store, ids, rows, "get returns rows byte for byte, in the order of the ids"
-        )
-        _expect_rows(
-            store, ids.flip(0), rows.flip(0), "get returns rows in the order of the ids"
-        )
-        _expect_rows(
-            store, torch.stack([ids, ids], dim=1)[:, 0], rows, "ids may be strided"
-        )
-        store.put(ids[:4] + 16, rows.repeat(1, 2)[:4, ::2])
-        _expect_rows(
-            store, ids[:4] + 16, rows.repeat(1, 2)[:4, ::2], "rows may be strided"
-        )
+        promise = "get returns rows byte for byte, in the order of the ids"
+        _expect_rows(store, ids, rows, promise)
+        promise = "get returns rows in the order of the ids"
+        _expect_rows(store, ids.flip(0), rows.flip(0), promise)
+        strided_ids = torch.stack([ids, ids], dim=1)[:, 0]
+        _expect_rows(store, strided_ids, rows, "ids may be strided")
+        other_ids = ids[:4] + 16
+        strided_rows = rows.repeat(1, 2)[:4, ::2]
+        store.put(other_ids, strided_rows)
+        _expect_rows(store, other_ids, strided_rows, "rows may be strided")
 
 
 def _overwrites(options: object) -> None:
     with _opened(options) as store:
-        ids, rows = torch.arange(-50, 50), _rows(100)
+        ids = torch.arange(-50, 50)
+        rows = _rows(100)
         store.put(ids, rows)
         rows[20:60] = _rows(40, seed=1)
         store.put(ids[20:60], rows[20:60])
-        _expect_rows(
-            store, ids, rows, "a second put replaces the rows of its ids and no others"
-        )
+        promise = "a second put replaces the rows of its ids and no others"
+        _expect_rows(store, ids, rows, promise)
         _expect_scan(store, ids, rows, "a scan returns the rows that were put last")
 
 
 def _reports_missing_ids(options: object) -> None:
     with _opened(options) as store:
-        ids, rows = torch.arange(0, 2000, 2), _rows(1000)
-        store.put(ids, rows)
-        asked = torch.arange(2000).flip(0)
-        found, got = store.get(asked)
-        _expect(
-            found.dtype == torch.bool and found.shape == asked.shape,
-            "found is (N,) bool",
-        )
-        _expect(
-            torch.equal(found, asked % 2 == 0),
-            "found is True for the ids that have a row, and for no others",
-        )
-        _expect(
-            torch.equal(got, rows.flip(0)),
-            "get returns rows in the order of the ids that have one",
-        )
-        found, got = store.get(torch.tensor([1, 3, 5]))
-        _expect(
-            not found.any() and got.shape == (0, ROW_BYTES),
-            "rows of missing ids are (0, row bytes)",
-        )
+        even_ids = torch.arange(0, 2000, 2)
+        rows = _rows(1000)
+        store.put(even_ids, rows)
+        ids = torch.arange(2000).flip(0)
+        found, read_rows = store.get(ids)
+        is_bool = found.dtype == torch.bool and found.shape == ids.shape
+        _expect(is_bool, "found is (N,) bool")
+        promise = "found is True for the ids that have a row, and for no others"
+        _expect(torch.equal(found, ids % 2 == 0), promise)
+        promise = "get returns rows in the order of the ids that have one"
+        _expect(torch.equal(read_rows, rows.flip(0)), promise)
+        found, read_rows = store.get(torch.tensor([1, 3, 5]))
+        has_no_rows = not found.any() and read_rows.shape == (0, ROW_BYTES)
+        _expect(has_no_rows, "rows of missing ids are (0, row bytes)")
 
 
 def _deletes(options: object) -> None:
     with _opened(options) as store:
-        ids, rows = torch.arange(-500, 500), _rows(1000)
+        ids = torch.arange(-500, 500)
+        rows = _rows(1000)
         store.put(ids, rows)
-        gone = ids % 3 == 0
-        store.delete(torch.cat([ids[gone], torch.tensor([10**6, -(10**6)])]))
-        found, got = store.get(ids)
-        _expect(torch.equal(found, ~gone), "deleted ids are not found, all others are")
-        _expect(
-            torch.equal(got, rows[~gone]), "a delete leaves the other rows as they were"
-        )
-        _expect_scan(store, ids[~gone], rows[~gone], "a scan returns no deleted id")
-        store.put(ids[gone], rows[gone].flip(0))
-        _expect_rows(
-            store, ids[gone], rows[gone].flip(0), "a deleted id can be put again"
-        )
+        is_deleted = ids % 3 == 0
+        deleted_ids = ids[is_deleted]
+        ids_without_rows = torch.tensor([10**6, -(10**6)])
+        store.delete(torch.cat([deleted_ids, ids_without_rows]))
+        found, read_rows = store.get(ids)
+        promise = "deleted ids are not found, all others are"
+        _expect(torch.equal(found, ~is_deleted), promise)
+        promise = "a delete leaves the other rows as they were"
+        _expect(torch.equal(read_rows, rows[~is_deleted]), promise)
+        promise = "a scan returns no deleted id"
+        _expect_scan(store, ids[~is_deleted], rows[~is_deleted], promise)
+        new_rows = rows[is_deleted].flip(0)
+        store.put(deleted_ids, new_rows)
+        _expect_rows(store, deleted_ids, new_rows, "a deleted id can be put again")
 
 
 def _takes_empty_batches(options: object) -> None:
     with _opened(options) as store:
         store.put(torch.tensor([7]), _rows(1))
-        none = torch.empty(0, dtype=torch.int64)
-        found, rows = store.get(none)
-        _expect(
-            found.shape == (0,) and rows.shape == (0, ROW_BYTES),
-            "a get of no ids returns (0,) and (0, row bytes)",
-        )
-        _expect(
-            found.dtype == torch.bool and rows.dtype == torch.uint8,
-            "a get of no ids returns bool and uint8",
-        )
-        store.put(none, rows)
-        store.delete(none)
-        _expect_scan(
-            store, torch.tensor([7]), _rows(1), "empty puts and deletes change nothing"
-        )
+        no_ids = torch.empty(0, dtype=torch.int64)
+        found, rows = store.get(no_ids)
+        is_empty = found.shape == (0,) and rows.shape == (0, ROW_BYTES)
+        _expect(is_empty, "a get of no ids returns (0,) and (0, row bytes)")
+        has_dtypes = found.dtype == torch.bool and rows.dtype == torch.uint8
+        _expect(has_dtypes, "a get of no ids returns bool and uint8")
+        store.put(no_ids, rows)
+        store.delete(no_ids)
+        promise = "empty puts and deletes change nothing"
+        _expect_scan(store, torch.tensor([7]), _rows(1), promise)
 
 
 def _takes_big_batches(options: object) -> None:
     with _opened(options, row_bytes=140) as store:
-        ids, rows = (
-            torch.randperm(20_000, generator=_generator(2)) * 7919 - 10**8,
-            _rows(20_000, 140),
-        )
+        ids = torch.randperm(20_000, generator=_generator(2)) * 7919 - 10**8
+        rows = _rows(20_000, 140)
         store.put(ids, rows)
         _expect_rows(store, ids, rows, "get returns a batch of 20,000 rows")
         _expect_scan(store, ids, rows, "a scan returns every id once, with its row")
@@ -189,7 +177,8 @@ def _takes_big_batches(options: object) -> None:
 def _takes_any_row_size(options: object) -> None:
     for row_bytes in (1, 8, 4097):
         with _opened(options, row_bytes=row_bytes) as store:
-            ids, rows = torch.arange(64), _rows(64, row_bytes)
+            ids = torch.arange(64)
+            rows = _rows(64, row_bytes)
             store.put(ids, rows)
             _expect_rows(store, ids, rows, f"get returns rows of {row_bytes} bytes")
 
@@ -199,16 +188,8 @@ def _snapshots_ascend(options: object) -> None:
     with _opened(options, row_bytes=1000) as store:
         if not store.ascending_snapshots:
             return
-        ids = (
-            torch.cat(
-                [
-                    torch.randperm(10_000, generator=_generator(3)) * 613 - 10**6,
-                    _EXTREME_IDS,
-                ]
-            )
-            .sort()
-            .values
-        )
+        random_ids = torch.randperm(10_000, generator=_generator(3)) * 613 - 10**6
+        ids = torch.cat([random_ids, _EXTREME_IDS]).sort().values
         # so that ids above all others can be put during the scan
         ids = ids[ids < 2**63 - 1]
         rows = _rows(len(ids), 1000)
@@ -217,58 +198,50 @@ def _snapshots_ascend(options: object) -> None:
         store.delete(ids[::2])
         store.delete(ids[-1:])
         store.put(ids[1::2], rows[1::2].flip(0))
-        first = next(scan)
+        batches = [next(scan)]
         store.put(torch.arange(10**8, 10**8 + 100), _rows(100, 1000))
         store.put(torch.arange(2**63 - 100, 2**63 - 1), _rows(99, 1000))
-        seen, seen_rows = map(torch.cat, zip(first, *scan, strict=True))
+        batches.extend(scan)
+        scanned_ids, scanned_rows = _concatenated(batches)
         promise = (
             "ascending_snapshots: a scan returns the ids at the time of its call,"
             " ascending"
         )
-        _expect(torch.equal(seen, ids), promise)
+        _expect(torch.equal(scanned_ids, ids), promise)
         promise = "ascending_snapshots: a scan returns the rows at the time of its call"
-        _expect(torch.equal(seen_rows, rows), promise)
+        _expect(torch.equal(scanned_rows, rows), promise)
 
 
 def _keeps_stores_apart(options: object) -> None:
     odd = "a name: of {1} \N{SNOWMAN}[0]?/" + "x" * 300
-    for other in ("conformance/0", "conformance/00", "conformance/0*", "..", odd):
-        with _opened(options) as one, _opened(options, other) as two:
-            ids, rows = torch.arange(10), _rows(20)
-            one.put(ids, rows[:10])
-            _expect(
-                not two.get(ids)[0].any(),
-                f"stores named 'conformance/0' and {other!r} do not share rows",
+    names = ("conformance/0", "conformance/00", "conformance/0*", "..", odd)
+    for other_name in names:
+        with _opened(options) as store, _opened(options, other_name) as other_store:
+            ids = torch.arange(10)
+            rows = _rows(20)
+            store.put(ids, rows[:10])
+            promise = (
+                f"stores named 'conformance/0' and {other_name!r} do not share rows"
             )
-            two.put(ids, rows[10:])
-            _expect_scan(
-                one,
-                ids,
-                rows[:10],
-                f"a scan returns no rows of a store named {other!r}",
+            _expect(not other_store.get(ids)[0].any(), promise)
+            other_store.put(ids, rows[10:])
+            promise = f"a scan returns no rows of a store named {other_name!r}"
+            _expect_scan(store, ids, rows[:10], promise)
+            other_store.close()
+            promise = (
+                f"closing a store named {other_name!r} does not change 'conformance/0'"
             )
-            two.close()
-            _expect_rows(
-                one,
-                ids,
-                rows[:10],
-                f"closing a store named {other!r} does not change 'conformance/0'",
-            )
+            _expect_rows(store, ids, rows[:10], promise)
 
 
 def _serves_several_threads(options: object) -> None:
     with _opened(options) as store:
-        ids, rows = torch.arange(1000), _rows(1000)
+        ids = torch.arange(1000)
+        rows = _rows(1000)
         _in_a_thread(lambda: store.put(ids[:500], rows[:500]))
         store.put(ids[500:], rows[500:])
-        _in_a_thread(
-            lambda: _expect_rows(
-                store,
-                ids,
-                rows,
-                "calls may come from several threads, one after the other",
-            )
-        )
+        promise = "calls may come from several threads, one after the other"
+        _in_a_thread(lambda: _expect_rows(store, ids, rows, promise))
         _in_a_thread(lambda: store.delete(ids[:10]))
         _expect_scan(
             store,
@@ -280,7 +253,8 @@ def _serves_several_threads(options: object) -> None:
 
 def _closes(options: object) -> None:
     store = open_cold_store(options, name="conformance/0", row_bytes=ROW_BYTES)
-    ids, rows = torch.arange(10), _rows(10)
+    ids = torch.arange(10)
+    rows = _rows(10)
     store.put(ids, rows)
     store.close()
     store.close()
@@ -288,80 +262,83 @@ def _closes(options: object) -> None:
     _expect_closed("put", lambda: store.put(ids, rows))
     _expect_closed("delete", lambda: store.delete(ids))
     _expect_closed("scan", lambda: list(store.scan()))
-    with _opened(options) as again:
-        _expect(
-            not again.get(ids)[0].any(), "a store deletes its rows when it is closed"
-        )
+    with _opened(options) as next_store:
+        found, _ = next_store.get(ids)
+        _expect(not found.any(), "a store deletes its rows when it is closed")
 
 
 def _shares_rows_by_name(options: object) -> None:
     with (
-        _opened(options) as one,
-        _opened(options) as two,
-        _opened(options, "conformance/1") as other,
+        _opened(options) as store,
+        _opened(options) as namesake,
+        _opened(options, "conformance/1") as store_of_other_name,
     ):
-        ids, rows = torch.cat([_EXTREME_IDS, torch.arange(1000, 2000)]), _rows(1008)
-        one.put(ids, rows)
-        _expect_rows(two, ids, rows, "stores of one name have the same rows")
-        _expect(
-            torch.equal(_ids(two).sort().values, ids.sort().values),
-            "ids returns every id once",
-        )
-        _expect(not len(_ids(other)), "stores of another name have other rows")
-        two.put(ids[:10], rows[:10].flip(0))
-        two.delete(ids[500:])
-        _expect_rows(
-            one,
-            ids[:10],
-            rows[:10].flip(0),
-            "a store has the rows that other stores of its name put",
-        )
-        _expect(
-            not one.get(ids[500:])[0].any(),
-            "rows that one store deletes are gone for all stores of its name",
-        )
-        scan = two.scan()
-        one.delete(ids[:100])
-        seen = torch.cat(
-            [torch.empty(0, dtype=torch.int64), *(some for some, _ in scan)]
-        )
-        _expect(
-            set(ids[100:500].tolist()) <= set(seen.tolist()),
-            "a scan returns all rows that no store deletes",
-        )
+        ids = torch.cat([_EXTREME_IDS, torch.arange(1000, 2000)])
+        rows = _rows(1008)
+        store.put(ids, rows)
+        _expect_rows(namesake, ids, rows, "stores of one name have the same rows")
+        has_all_ids = torch.equal(_ids(namesake).sort().values, ids.sort().values)
+        _expect(has_all_ids, "ids returns every id once")
+        has_no_ids = len(_ids(store_of_other_name)) == 0
+        _expect(has_no_ids, "stores of another name have other rows")
+        new_rows = rows[:10].flip(0)
+        namesake.put(ids[:10], new_rows)
+        namesake.delete(ids[500:])
+        promise = "a store has the rows that other stores of its name put"
+        _expect_rows(store, ids[:10], new_rows, promise)
+        promise = "rows that one store deletes are gone for all stores of its name"
+        _expect(not store.get(ids[500:])[0].any(), promise)
+        scan = namesake.scan()
+        store.delete(ids[:100])
+        scanned_ids: set[int] = set()
+        for batch_ids, _ in scan:
+            scanned_ids.update(batch_ids.tolist())
+        has_rest = scanned_ids.issuperset(ids[100:500].tolist())
+        _expect(has_rest, "a scan returns all rows that no store deletes")
 
 
 def _outlives_its_users(options: object) -> None:
-    ids, rows = torch.arange(-50, 50), _rows(100)
-    with _opened(options) as other:
-        store = open_cold_store(
-            options, name=f"conformance/0/{ROW_BYTES}", row_bytes=ROW_BYTES
-        )
+    ids = torch.arange(-50, 50)
+    rows = _rows(100)
+    with _opened(options) as namesake:
+        name = f"conformance/0/{ROW_BYTES}"
+        store = open_cold_store(options, name=name, row_bytes=ROW_BYTES)
         store.put(ids, rows)
         store.close()
         store.close()
-        _expect_rows(
-            other, ids, rows, "a shared store keeps its rows when it is closed"
-        )
+        promise = "a shared store keeps its rows when it is closed"
+        _expect_rows(namesake, ids, rows, promise)
         _expect_closed("get", lambda: store.get(ids))
 
 
-_FIRST = (
+CHECKS = (
     _starts_empty,
     _keeps_rows,
     _overwrites,
     _reports_missing_ids,
     _deletes,
     _takes_empty_batches,
-)
-_LAST = (
+    _keeps_stores_apart,
+    _closes,
     _takes_any_row_size,
     _snapshots_ascend,
     _serves_several_threads,
     _takes_big_batches,
 )
-CHECKS = (*_FIRST, _keeps_stores_apart, _closes, *_LAST)
-SHARED_CHECKS = (*_FIRST, _shares_rows_by_name, _outlives_its_users, *_LAST)
+SHARED_CHECKS = (
+    _starts_empty,
+    _keeps_rows,
+    _overwrites,
+    _reports_missing_ids,
+    _deletes,
+    _takes_empty_batches,
+    _shares_rows_by_name,
+    _outlives_its_users,
+    _takes_any_row_size,
+    _snapshots_ascend,
+    _serves_several_threads,
+    _takes_big_batches,
+)
 
 
 def _ids(store: ColdStore) -> Tensor:
@@ -382,39 +359,37 @@ def _scanned(store: ColdStore) -> tuple[Tensor, Tensor]:
     """Returns all ids and rows of a scan, sorted by id."""
     batches = list(store.scan())
     for ids, rows in batches:
-        _expect(
-            ids.dtype == torch.int64 and ids.dim() == 1, "a scan's ids are (n,) int64"
-        )
-        _expect(
-            rows.dtype == torch.uint8 and len(rows) == len(ids),
-            "a scan's rows are (n, row bytes) uint8",
-        )
+        are_ids = ids.dtype == torch.int64 and ids.dim() == 1
+        _expect(are_ids, "a scan's ids are (n,) int64")
+        are_rows = rows.dtype == torch.uint8 and len(rows) == len(ids)
+        _expect(are_rows, "a scan's rows are (n, row bytes) uint8")
     if not batches:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.uint8)
-    ids, rows = map(torch.cat, zip(*batches, strict=True))
+    ids, rows = _concatenated(batches)
     return ids.sort().values, rows[ids.argsort()]
+
+
+def _concatenated(batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    ids = torch.cat([batch_ids for batch_ids, _ in batches])
+    rows = torch.cat([batch_rows for _, batch_rows in batches])
+    return ids, rows
 
 
 def _expect_scan(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> None:
     ids, order = ids.sort()
-    scanned, scanned_rows = _scanned(store)
-    _expect(
-        torch.equal(scanned, ids),
-        f"{promise}: the scan returns the ids that were put, each once",
-    )
-    _expect(
-        torch.equal(scanned_rows, rows[order]),
-        f"{promise}: the scan returns the rows that were put",
-    )
+    scanned_ids, scanned_rows = _scanned(store)
+    has_ids = torch.equal(scanned_ids, ids)
+    _expect(has_ids, f"{promise}: the scan returns the ids that were put, each once")
+    has_rows = torch.equal(scanned_rows, rows[order])
+    _expect(has_rows, f"{promise}: the scan returns the rows that were put")
 
 
 def _expect_rows(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> None:
-    found, got = store.get(ids)
-    _expect(
-        found.dtype == torch.bool and found.shape == ids.shape and bool(found.all()),
-        f"{promise}: all have rows",
-    )
-    _expect(got.dtype == torch.uint8 and torch.equal(got, rows), promise)
+    found, read_rows = store.get(ids)
+    is_bool = found.dtype == torch.bool and found.shape == ids.shape
+    _expect(is_bool and bool(found.all()), f"{promise}: all have rows")
+    is_equal = read_rows.dtype == torch.uint8 and torch.equal(read_rows, rows)
+    _expect(is_equal, promise)
 
 
 def _in_a_thread(call: Callable[[], object]) -> None:
@@ -430,6 +405,6 @@ def _expect_closed(name: str, call: Callable[[], object]) -> None:
     _expect(False, f"{name} after close raises ColdStoreError")
 
 
-def _expect(kept: bool, promise: str) -> None:
-    if not kept:  # not an assert statement, because Python's option -O removes these
+def _expect(is_kept: bool, promise: str) -> None:
+    if not is_kept:  # not an assert statement, because Python's option -O removes these
         raise AssertionError(f"broken promise of a cold store: {promise}")

@@ -38,16 +38,16 @@ class LeftIds:
         records = list(records)
         if not all(record.complete for record in records):
             return LeftIds(_no_ids(), complete=False)
-        ids = torch.unique(torch.cat([_no_ids(), *(record.ids for record in records)]))
-        return LeftIds(ids, complete=True)
+        ids = torch.cat([_no_ids(), *(record.ids for record in records)])
+        return LeftIds(torch.unique(ids), complete=True)
 
     def owned(self, owned: Owned | None) -> LeftIds:
         """Returns the record of the shard to which the ids for which ``owned`` is true
         belong.
         """
-        return (
-            self if owned is None else LeftIds(self.ids[owned(self.ids)], self.complete)
-        )
+        if owned is None:
+            return self
+        return LeftIds(self.ids[owned(self.ids)], self.complete)
 
     def __repr__(self) -> str:
         return f"LeftIds(ids={self.ids}, complete={self.complete})"

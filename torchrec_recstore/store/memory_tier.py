@@ -27,7 +27,7 @@ A write ignores admission.
 
 class MemoryTier:
     """The strategy of a table without a cold store, whose rows are all in memory, and
-    the base class of the other.
+    the base class of :class:`~.cold_tier.ColdTier`.
     """
 
     shared = False
@@ -69,9 +69,9 @@ class MemoryTier:
         """Returns the ids, (n,) int64, ascending, and images, (n, image bytes) uint8,
         of those rows that are cold.
         """
-        return torch.empty(0, dtype=torch.int64), torch.empty(
-            0, self.image_bytes, dtype=torch.uint8
-        )
+        no_ids = torch.empty(0, dtype=torch.int64)
+        no_images = torch.empty(0, self.image_bytes, dtype=torch.uint8)
+        return no_ids, no_images
 
     def prefetch(self, ids: Tensor) -> None:
         """Reads the cold rows of ``ids``, (N,) int64, ahead of the :meth:`bring` that

@@ -52,17 +52,7 @@ class SSDColdStore:
                 )
                 path = self._directory.path / "rows"
             else:
-                folder = Path(
-                    options.path,
-                    "shared",
-                    escaped_name(options.shared),
-                    escaped_name(name),
-                )
-                refuse_foreign(folder)
-                for part in (folder.parent.parent, folder.parent, folder):
-                    refuse_link(part)
-                folder.mkdir(parents=True, exist_ok=True)
-                refuse_foreign(folder)
+                folder = _shared_folder(options.path, options.shared, name)
                 path = folder.resolve() / "rows"
         except OSError as error:
             raise ColdStoreError(f"{self._name}: {error}") from error
@@ -130,7 +120,8 @@ class SSDColdStore:
             # of the next one
             scan.close()
         self._file = None
-        directory, self._directory = self._directory, None
+        directory = self._directory
+        self._directory = None
         try:
             if directory is not None:
                 directory.remove()
@@ -147,11 +138,10 @@ class SSDColdStore:
         return self._file.handle
 
     def _rows_of(self, scan: _Native) -> Iterator[tuple[Tensor, Tensor]]:
+        batch_rows = max(1, _SCAN_BYTES // self._row_bytes)
         while self._handle:
             with self._errors():
-                ids, rows = _ops.ssd_scan_read(
-                    scan.handle, max(1, _SCAN_BYTES // self._row_bytes)
-                )
+                ids, rows = _ops.ssd_scan_read(scan.handle, batch_rows)
             if not len(ids):
                 return
             yield ids, rows
@@ -161,9 +151,21 @@ class SSDColdStore:
         try:
             yield
         except RuntimeError as error:
-            if not (text := str(error).partition("\n")[0]).startswith(_STORAGE):
+            text = str(error).partition("\n")[0]
+            if not text.startswith(_STORAGE):
                 raise
             raise ColdStoreError(f"{self}: {text.removeprefix(_STORAGE)}") from error
+
+
+def _shared_folder(root: str, shared: str, name: str) -> Path:
+    """Returns the folder of shared rows, which is made if it does not exist."""
+    folder = Path(root, "shared", escaped_name(shared), escaped_name(name))
+    refuse_foreign(folder)
+    for part in (folder.parent.parent, folder.parent, folder):
+        refuse_link(part)
+    folder.mkdir(parents=True, exist_ok=True)
+    refuse_foreign(folder)
+    return folder
 
 
 class _Native:
@@ -184,12 +186,10 @@ class _Native:
         self._free()
 
 
-_close, _scan_close = (
-    ops.untraced(op) for op in (_ops.ssd_close.default, _ops.ssd_scan_close.default)
-)
-_files: WeakValueDictionary[Path, _Native] = (
-    WeakValueDictionary()
-)  # tables of this process share the files of shared rows
+_close = ops.untraced(_ops.ssd_close.default)
+_scan_close = ops.untraced(_ops.ssd_scan_close.default)
+# tables of this process share the files of shared rows
+_files: WeakValueDictionary[Path, _Native] = WeakValueDictionary()
 _opening = threading.Lock()
 
 
@@ -197,9 +197,9 @@ def _opened(path: Path, row_bytes: int, *, keep: bool) -> _Native:
     with _opening:
         file = _files.get(path)
         if file is None:
-            file = _files[path] = _Native(
-                _ops.ssd_open(str(path), row_bytes, keep), _close, row_bytes
-            )
+            handle = _ops.ssd_open(str(path), row_bytes, keep)
+            file = _Native(handle, _close, row_bytes)
+            _files[path] = file
     if file.row_bytes != row_bytes:
         raise ColdStoreError(
             f"{path} has rows of {file.row_bytes} bytes, and the table has rows of"
