@@ -116,6 +116,19 @@ def test_the_record_against_a_model(options: str, data: st.DataObject) -> None:
     assert_left(table, [])
 
 
+def test_a_sweep_records_no_row_that_was_deleted_after_it_began() -> None:
+    table = table_of(OPTIONS["cold_expiry"]())
+    cold = [6, 13, 14, 15, 16, 17]
+    resident = [8, 9, 10, 11, 12, 0, 1, 2, 3, 4, 5, 7]
+    in_steps = [[15], [17], [6, 13, 14, 16], [], resident[:5], resident[5:]]
+    for ids in [*in_steps, [], [], [], []]:
+        table.lookup(as_ids(ids), train=True)
+    assert_left(table, cold)
+    for _ in range(4):
+        table.lookup(as_ids(resident), train=True)
+        assert_left(table, [])
+
+
 def test_what_leaves_and_what_does_not() -> None:
     table = table_of(TableOptions(max_rows=10, eviction=LRU(), left_ids=100))
     table.lookup(TEN, train=True)

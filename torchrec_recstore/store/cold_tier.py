@@ -646,7 +646,12 @@ class ColdTier(MemoryTier):
             still_expired_ids = newer_ids[found][is_still_expired]
             expired_ids = torch.cat([expired_ids, still_expired_ids])
         ops.table_keep_cold(self._handle, ids[~is_expired])
-        self._record_expired(expired_ids)
+        if self._records_left and len(expired_ids):
+            # The scan also has rows that were deleted after it began. They were
+            # recorded then.
+            with self._calls:
+                found, _ = self.store.get(expired_ids)
+            self._record_expired(expired_ids[found])
         self._delete(expired_ids)
 
     def _stamps(self) -> Tensor:
