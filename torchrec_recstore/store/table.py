@@ -1,9 +1,13 @@
+"""A table: one shard of an embedding table, with its rows in memory and in a cold store.
+
+Tests: tests/store/test_table.py, test_oracle.py and test_all_or_nothing.py.
+"""
+
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,7 +40,7 @@ from torchrec_recstore.store.arguments import (
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.left_ids import LeftIds
-from torchrec_recstore.store.memory_tier import MemoryTier, holding
+from torchrec_recstore.store.memory_tier import Arrival, MemoryTier, holding
 from torchrec_recstore.store.parts import ImageLayout, Part, Parts, named_rows
 from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot
 from torchrec_recstore.store.table_state import (
@@ -54,9 +58,21 @@ limits memory and pauses.
 """
 
 _ARRIVALS = 8  # the parts of max_rows in which rows are written
-_STATS = (
-    "rows bytes lookups misses inserts updates nonfinite steps refused evicted expired"
-    " cold_hits refused_times"
+# the fields of TableStats that ops.table_stats returns, in its order
+_NATIVE_STATS = (
+    "rows",
+    "bytes",
+    "lookups",
+    "misses",
+    "inserts",
+    "updates",
+    "nonfinite",
+    "steps",
+    "refused",
+    "evicted",
+    "expired",
+    "cold_hits",
+    "refused_times",
 )
 
 
@@ -141,7 +157,10 @@ class Table(AbstractContextManager["Table"]):
             stochastic_rounding,
             state_dtype,
         )
-        columns = range(dim) if columns is None else columns
+        if columns is None:
+            columns = range(dim)
+        if stochastic_rounding is None:
+            stochastic_rounding = dtype is torch.int8
         if options.frozen:
             optimizer = without_state(optimizer)
         self.dim = dim
@@ -152,20 +171,20 @@ class Table(AbstractContextManager["Table"]):
         self._value_dtype = value_dtype(dtype)
         self._who = f"table '{name}'"  # names the table in errors
         self.columns = columns
-        self.stochastic_rounding = (
-            dtype is torch.int8 if stochastic_rounding is None else stochastic_rounding
-        )
+        self.stochastic_rounding = stochastic_rounding
         self.state_dtype = state_dtype
         self.shard = shard
-        new_rows = (
-            name,
-            columns,
-            options.seed,
-            options.missing,
-            default_initializer(options),
-        )
         self.handle = ops.table_create(
-            *new_rows, optimizer, dtype, self.stochastic_rounding, state_dtype, options
+            name=name,
+            columns=columns,
+            seed=options.seed,
+            missing=options.missing,
+            initializer=default_initializer(options),
+            optimizer=optimizer,
+            dtype=dtype,
+            stochastic_rounding=stochastic_rounding,
+            state_dtype=state_dtype,
+            options=options,
         )
         """The handle of the native table, for
         :func:`torchrec_recstore.ops.group_create`.
@@ -182,24 +201,24 @@ class Table(AbstractContextManager["Table"]):
         is one.
         """
         if options.cold_store is not None:
-            store_name = f"{name}.{shard}.{columns.start}-{columns.stop}"
-            if is_shared(options.cold_store):
-                # The name has no shard index, because other jobs may split the rows
-                # differently. It has the data types and the states, because a job with
-                # others would misread the bytes of a row.
-                halves = ["float16"] if state_dtype is torch.float16 else []
-                kind = ".".join(
-                    [
-                        str(dtype).removeprefix("torch."),
-                        *state_names(optimizer),
-                        *halves,
-                    ]
-                )
-                store_name = f"{name}.{columns.start}-{columns.stop}.{kind}"
             self.tier = ColdTier(
-                self.handle, self.image_layout, options, store_name, owned
+                self.handle, self.image_layout, options, self._store_name(), owned
             )
         self._free_store = weakref.finalize(self, self.tier.close)
+
+    def _store_name(self) -> str:
+        """Returns the name of this shard in the cold store."""
+        columns = f"{self.columns.start}-{self.columns.stop}"
+        if not is_shared(self.options.cold_store):
+            return f"{self.name}.{self.shard}.{columns}"
+        # The name has no shard index, because other jobs may split the rows
+        # differently. It has the data types and the states, because a job with others
+        # would misread the bytes of a row.
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        parts = [self.name, columns, dtype_name, *state_names(self.optimizer)]
+        if self.state_dtype is torch.float16:
+            parts.append("float16")
+        return ".".join(parts)
 
     def lookup(
         self, ids: Tensor, *, train: bool = False, out: Tensor | None = None
@@ -230,17 +249,14 @@ class Table(AbstractContextManager["Table"]):
         """
         check_ids(ids)
         if out is not None:
-            check_rows(
-                out, "out", (ids.shape[0], len(self.columns)), (self._value_dtype,)
-            )
+            shape = (len(ids), len(self.columns))
+            check_rows(out, "out", shape, (self._value_dtype,))
             if train:
                 raise ValueError("out needs train=False")
         train = train and not self.options.frozen
+        arrival: Arrival | None = "lookup" if train else None
         ops.finish_updates()
-        with (
-            ops.native_errors(self._who),
-            self.tier.resident(ids, "lookup" if train else None),
-        ):
+        with ops.native_errors(self._who), self.tier.resident(ids, arrival):
             if out is not None and out.dtype is torch.float32:
                 ops.table_read(self.handle, ids, out)
             else:
@@ -278,14 +294,11 @@ class Table(AbstractContextManager["Table"]):
             )
         check_ids(ids)
         self._check_rows(grads, "grads", ids)
+        if lr is None:
+            lr = self.optimizer.lr
         ops.finish_updates()
         with ops.native_errors(self._who), self.tier.resident(ids, "update"):
-            ops.table_update(
-                self.handle,
-                ids,
-                plain_rows(grads),
-                self.optimizer.lr if lr is None else lr,
-            )
+            ops.table_update(self.handle, ids, plain_rows(grads), lr)
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
         """Writes the weights of rows.
@@ -344,12 +357,13 @@ class Table(AbstractContextManager["Table"]):
                 tensor has another shape.
         """
         check_ids(ids)
-        checked = check_whole_rows(
-            rows, (len(ids), len(self.columns)), self.dtype, state_names(self.optimizer)
+        shape = (len(ids), len(self.columns))
+        row_tensors = check_whole_rows(
+            rows, shape, self.dtype, state_names(self.optimizer)
         )
         ops.finish_updates()
         with ops.native_errors(self._who), self.tier.resident(ids, "write"):
-            ops.table_import(self.handle, ids, *checked)
+            ops.table_import(self.handle, ids, *row_tensors)
 
     @property
     def is_being_saved(self) -> bool:
@@ -391,8 +405,8 @@ class Table(AbstractContextManager["Table"]):
         """
         part = part.stored_as(self.dtype)
         for place in self._arriving(len(part)):
-            some = part.take(place)
-            self.write_rows(some.ids, some.rows)
+            arriving_part = part.take(place)
+            self.write_rows(arriving_part.ids, arriving_part.rows)
 
     def insert_all(self, ids: Tensor, weights: Tensor) -> None:
         """Calls :meth:`insert` for any number of rows.
@@ -406,11 +420,12 @@ class Table(AbstractContextManager["Table"]):
         """Yields the places of the rows that are written in one call, for which other
         calls wait.
         """
-        size = PART_ROWS
+        rows_of_call = PART_ROWS
         # the last rows stay in memory, whatever their stamps: they must be few
         if self.options.max_rows is not None:
-            size = min(size, max(1, self.options.max_rows // _ARRIVALS))
-        return (slice(begin, begin + size) for begin in range(0, max(1, rows), size))
+            rows_of_call = min(PART_ROWS, max(1, self.options.max_rows // _ARRIVALS))
+        for begin in range(0, max(1, rows), rows_of_call):
+            yield slice(begin, begin + rows_of_call)
 
     def state(self) -> TableState:
         """Returns a copy of what the table knows besides its rows: its clocks, and the
@@ -418,17 +433,17 @@ class Table(AbstractContextManager["Table"]):
         """
         ops.finish_updates()
         with ops.native_errors(self._who):
-            sightings = None
+            sightings: Sightings | None = None
             if self._counts_sightings:
                 sightings = Sightings(*ops.table_sightings(self.handle))
                 # in an order that no history changes
                 sightings = sightings.take(sightings.ids.argsort(stable=True))
             times = ops.table_times(self.handle)
             return TableState(
-                self.steps,
-                self.optimizer_steps,
-                tuple(times) if times else None,
-                sightings,
+                steps=self.steps,
+                optimizer_steps=self.optimizer_steps,
+                times=tuple(times) if times else None,
+                sightings=sightings,
             )
 
     def set_state(self, state: TableState) -> None:
@@ -449,7 +464,8 @@ class Table(AbstractContextManager["Table"]):
         state = TableState.from_tensors(state.tensors())  # checks the tensors
         ops.finish_updates()
         with ops.native_errors(self._who):
-            times = list(state.times or ()) if ops.table_times(self.handle) else []
+            expires_by_time = bool(ops.table_times(self.handle))
+            times = list(state.times or ()) if expires_by_time else []
             # A table without rows checks the numbers, because the native table sets
             # them one after the other.
             empty = Table(1, options=TableOptions(expiry=self.options.expiry))
@@ -459,9 +475,8 @@ class Table(AbstractContextManager["Table"]):
             self.tier.set_clock(state.steps, times)
             ops.table_set_optimizer_steps(self.handle, state.optimizer_steps)
             if self._counts_sightings:
-                ops.table_set_sightings(
-                    self.handle, *(state.sightings or no_sightings())
-                )
+                sightings = state.sightings or no_sightings()
+                ops.table_set_sightings(self.handle, *sightings)
 
     @property
     def _counts_sightings(self) -> bool:
@@ -478,13 +493,15 @@ class Table(AbstractContextManager["Table"]):
     @property
     def image_layout(self) -> ImageLayout:
         """The layout of a row with all of its state, as a cold store stores it."""
-        squares = [
-            is_square(name)
-            for name, kind in state_names(self.optimizer).items()
-            if kind == "element"
-        ]
+        squares = []
+        for name, kind in state_names(self.optimizer).items():
+            if kind == "element":
+                squares.append(is_square(name))
         return ImageLayout(
-            self.dtype, len(self.columns), self.state_dtype, tuple(squares)
+            dtype=self.dtype,
+            columns=len(self.columns),
+            state_dtype=self.state_dtype,
+            squares=tuple(squares),
         )
 
     @property
@@ -569,19 +586,16 @@ class Table(AbstractContextManager["Table"]):
         with ops.native_errors(self._who), self.tier.lock:
             handle = ops.snapshot_open(self.handle, since)
             try:
-                tier = self.tier
-                cold = (
-                    ColdSnapshot(self.handle, tier, handle, since)
-                    if isinstance(tier, ColdTier)
-                    else None
-                )
+                cold: ColdSnapshot | None = None
+                if isinstance(self.tier, ColdTier):
+                    cold = ColdSnapshot(self.handle, self.tier, handle, since)
                 return Snapshot(
-                    self.name,
-                    self.optimizer,
-                    self.columns,
-                    self.image_layout,
-                    handle,
-                    cold,
+                    name=self.name,
+                    optimizer=self.optimizer,
+                    columns=self.columns,
+                    layout=self.image_layout,
+                    handle=handle,
+                    cold=cold,
                 )
             except BaseException:
                 ops.snapshot_close(handle)
@@ -593,16 +607,13 @@ class Table(AbstractContextManager["Table"]):
         Raises ValueError if the cold store is shared.
         """
         self.check_unshared("other jobs use them, so that they cannot be replaced")
-        named = partial(
-            Table,
+        return Table(
             self.dim,
             self.dtype,
             self.optimizer,
             self.options,
             name=self.name,
             columns=self.columns,
-        )
-        return named(
             stochastic_rounding=self.stochastic_rounding,
             state_dtype=self.state_dtype,
             shard=self.shard,
@@ -833,9 +844,12 @@ class Table(AbstractContextManager["Table"]):
         """
         ops.finish_updates()
         with ops.native_errors(self._who):
-            told = dict(zip(_STATS.split(), ops.table_stats(self.handle), strict=True))
+            numbers = ops.table_stats(self.handle)
+        counts = dict(zip(_NATIVE_STATS, numbers, strict=True))
         return TableStats(
-            **told, cold_rows=self.tier.rows, hits=told["lookups"] - told["misses"]
+            **counts,
+            cold_rows=self.tier.rows,
+            hits=counts["lookups"] - counts["misses"],
         )
 
     def close(self, *, flush: bool = True) -> None:
@@ -870,7 +884,7 @@ class Table(AbstractContextManager["Table"]):
             self.close()
         except ColdStoreError:
             self.close(flush=False)
-            # otherwise the error of the with statement's body is raised
+            # an error of the with statement's body comes first
             if kind is None:
                 raise
 
@@ -901,22 +915,18 @@ class Table(AbstractContextManager["Table"]):
             )
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:
-        check_rows(
-            rows,
-            argument,
-            (len(ids), len(self.columns)),
-            (torch.float32, self._value_dtype),
-        )
+        shape = (len(ids), len(self.columns))
+        check_rows(rows, argument, shape, (torch.float32, self._value_dtype))
 
 
 def _last_scores(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the distinct ids, and the last score of each."""
-    distinct, place = torch.unique(ids, return_inverse=True)
+    distinct, places = torch.unique(ids, return_inverse=True)
     if len(distinct) == len(ids):
         return ids, scores
-    last = torch.zeros(len(distinct), dtype=torch.int64)
-    last.scatter_reduce_(0, place, torch.arange(len(ids)), "amax")
-    return distinct, scores[last]
+    last_positions = torch.zeros(len(distinct), dtype=torch.int64)
+    last_positions.scatter_reduce_(0, places, torch.arange(len(ids)), "amax")
+    return distinct, scores[last_positions]
 
 
 def check_replaceable(tables: Iterable[Table]) -> None:
@@ -941,25 +951,26 @@ def check_applied(tables: Iterable[Table], *, saves: bool = False) -> None:
     # A backward on an accelerator hands its gradient to the group only then.
     ops.finish_updates()
     for table in tables:
-        if waiting := len(table.pending_passes):
-            what = (
-                f"the gradients of {waiting} backward passes have not been applied yet"
+        passes = len(table.pending_passes)
+        if not passes:
+            continue
+        message = (
+            f"table '{table.name}': the gradients of {passes} backward passes have not"
+            " been applied yet"
+        )
+        if not saves:
+            raise ValueError(
+                f"{message}: call it after a multiple of accumulation_steps"
             )
-            if not saves:
-                raise ValueError(
-                    f"table '{table.name}': {what}: call it after a multiple of"
-                    " accumulation_steps"
-                )
-            warn_user(
-                f"table '{table.name}': {what}, and are not saved: save after a"
-                " multiple of accumulation_steps"
-            )
-            return
+        warn_user(
+            f"{message}, and are not saved: save after a multiple of accumulation_steps"
+        )
+        return
 
 
 def exchange_all(pairs: Iterable[tuple[Table, Table]]) -> None:
     """Replaces the rows of the first table of each pair by those of the second, and
     closes the second.
     """
-    for table, fresh in pairs:
-        table.take_rows(fresh)
+    for table, new_table in pairs:
+        table.take_rows(new_table)
