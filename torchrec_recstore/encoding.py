@@ -25,21 +25,21 @@ for _name, _value in vars(options).items():
         _CLASSES[_name] = _value
 
 
-def not_known(what: str) -> str:
+def not_known(beginning: str) -> str:
     """Returns the message of the error that a file has an unknown part.
 
-    ``what`` is the beginning of the sentence.
+    ``beginning`` is that of the sentence.
     """
     from torchrec_recstore import __version__
 
     return (
-        f"{what}, which torchrec_recstore {__version__} does not know: a newer version"
-        " wrote it; upgrade with: pip install --upgrade torchrec-recstore"
+        f"{beginning}, which torchrec_recstore {__version__} does not know: a newer"
+        " version wrote it; upgrade with: pip install --upgrade torchrec-recstore"
     )
 
 
 def check_fields(
-    where: str,
+    entry: str,
     field_names: Collection[str],
     valid: Any,
     optional: Collection[str] = (),
@@ -47,7 +47,7 @@ def check_fields(
     """Checks the names of the fields of an entry of a file.
 
     Args:
-        where: The name of the entry, for the message.
+        entry: The name of the entry, for the message.
         field_names: The names of the fields that the entry has.
         valid: The names of the fields that it may have, or a dataclass. The fields of a
             dataclass with a default are optional, because a later version may have
@@ -64,20 +64,20 @@ def check_fields(
         optional = [f.name for f in class_fields if f.default is not MISSING]
     for name in field_names:
         if name not in valid:
-            raise ValueError(not_known(f"{where} has the field {name!r}"))
+            raise ValueError(not_known(f"{entry} has the field {name!r}"))
     for name in valid:
         if name not in field_names and name not in optional:
-            raise ValueError(f"{where} has no field {name!r}")
+            raise ValueError(f"{entry} has no field {name!r}")
 
 
-def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
+def encode(value: object, tensors: dict[str, Tensor], path: str = "") -> Any:
     """Converts a value to a form that ``json`` can write. :func:`decode` converts it
     back.
 
     The value is None, a bool, int, float or str, a tensor, a dataclass of
     :mod:`torchrec_recstore.optim` or ``options``, or a list, tuple or dict of these;
     keys of a dict are str or int. Its tensors are added to ``tensors``, by paths such
-    as "/a/0"; ``where`` is the path to the value. Raises TypeError, which names the
+    as "/a/0"; ``path`` is the path to the value. Raises TypeError, which names the
     path, if a part has another type. A field whose metadata has ``saved=False`` is
     always left out. A field with other metadata, which earlier versions do not know, is
     left out if it has its default.
@@ -88,39 +88,39 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
         # float() is for numpy's floats, which have another repr.
         return value if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, Tensor):
-        _check_tensor(value, where)
-        name = where
+        _check_tensor(value, path)
+        name = path
         # two tensors have the same path, as in {"a/b": x, "a": {"b": y}}
         while name in tensors:
             name += "'"
         tensors[name] = value
         return {"$tensor": name}
     if isinstance(value, list):
-        return [encode(item, tensors, f"{where}/{i}") for i, item in enumerate(value)]
+        return [encode(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {"$tuple": encode(list(value), tensors, where)}
+        return {"$tuple": encode(list(value), tensors, path)}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, tensors, where)
+        return _encode_mapping(value, tensors, path)
     if is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
-        return _encode_dataclass(value, tensors, where)
+        return _encode_dataclass(value, tensors, path)
     raise TypeError(
-        f"training_state{where} is of type {type(value).__name__}, which cannot be"
+        f"training_state{path} is of type {type(value).__name__}, which cannot be"
         " saved: pass plain values and tensors"
     )
 
 
 def _encode_mapping(
-    mapping: Mapping[Any, object], tensors: dict[str, Tensor], where: str
+    mapping: Mapping[Any, object], tensors: dict[str, Tensor], path: str
 ) -> dict[str, Any]:
     for key in mapping:
         if isinstance(key, bool) or not isinstance(key, str | int):
             raise TypeError(
-                f"training_state{where} has a key of type {type(key).__name__}:"
+                f"training_state{path} has a key of type {type(key).__name__}:"
                 " only str and int are saved"
             )
     encoded = {}
     for key, value in mapping.items():
-        encoded[key] = encode(value, tensors, f"{where}/{key}")
+        encoded[key] = encode(value, tensors, f"{path}/{key}")
     if all(isinstance(key, str) and not key.startswith("$") for key in mapping):
         return encoded
     # JSON has no other keys than strings, and "$" marks what this module writes
@@ -128,7 +128,7 @@ def _encode_mapping(
 
 
 def _encode_dataclass(
-    value: Any, tensors: dict[str, Tensor], where: str
+    value: Any, tensors: dict[str, Tensor], path: str
 ) -> dict[str, Any]:
     encoded = {"$type": type(value).__name__}
     for field in fields(value):
@@ -137,12 +137,12 @@ def _encode_dataclass(
         # earlier versions do not know the field
         is_left_out = bool(field.metadata) and field_value == field.default
         if is_saved and not is_left_out:
-            path = f"{where}/{field.name}"
-            encoded[field.name] = encode(field_value, tensors, path)
+            field_path = f"{path}/{field.name}"
+            encoded[field.name] = encode(field_value, tensors, field_path)
     return encoded
 
 
-def _check_tensor(tensor: Tensor, where: str) -> None:
+def _check_tensor(tensor: Tensor, path: str) -> None:
     kind: str | None = None
     if type(tensor) not in (Tensor, nn.Parameter):
         kind = type(tensor).__name__
@@ -152,7 +152,7 @@ def _check_tensor(tensor: Tensor, where: str) -> None:
         kind = f"{tensor.device.type} {tensor.dtype}"
     if kind is not None:
         raise TypeError(
-            f"training_state{where} is a tensor of type {kind}, which cannot be saved:"
+            f"training_state{path} is a tensor of type {kind}, which cannot be saved:"
             " pass a plain tensor"
         )
 

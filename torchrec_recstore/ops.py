@@ -98,14 +98,14 @@ class native_errors:
     """A context manager that converts native errors to ValueError and MemoryError, and
     adds the name of the caller.
 
-    ``who``, such as ``"table 't_user'"``, is the beginning of the message. It is a
+    ``label``, such as ``"table 't_user'"``, is the beginning of the message. It is a
     class, because a generator takes three times as long to enter and to leave.
     """
 
-    __slots__ = ("_who",)
+    __slots__ = ("_label",)
 
-    def __init__(self, who: str) -> None:
-        self._who = who
+    def __init__(self, label: str) -> None:
+        self._label = label
 
     def __enter__(self) -> None:
         """Does nothing."""
@@ -121,14 +121,14 @@ class native_errors:
         text = str(error).partition("\n")[0]
         if text.startswith(_INVALID):
             text = text.removeprefix(_INVALID)
-            if text.startswith(_CLOSED) and self._who.startswith("table '"):
-                text = f"{self._who} is closed"
+            if text.startswith(_CLOSED) and self._label.startswith("table '"):
+                text = f"{self._label} is closed"
             raise ValueError(
-                text if text.startswith("table '") else f"{self._who}: {text}"
+                text if text.startswith("table '") else f"{self._label}: {text}"
             ) from None
         if text.startswith(_NO_MEMORY) or "std::bad_alloc" in text:
             raise MemoryError(
-                f"{self._who}: out of memory: {text.removeprefix(_NO_MEMORY)}"
+                f"{self._label}: out of memory: {text.removeprefix(_NO_MEMORY)}"
             ) from None
 
 
@@ -352,8 +352,8 @@ table_set_time: Callable[[int, Sequence[int]], list[int]] = _ops.table_set_time.
 """(table, times of the events that the ranks know, in microseconds since 1970) ->
 nothing, or a time that was refused, the time of the clock, and the number of refusals.
 
-``WallClock::set`` in csrc/bounds/wall_clock.h says which time is taken. A table whose rows do
-not expire after a time ignores them.
+``WallClock::set`` in csrc/bounds/wall_clock.h says which time is taken. A table whose
+rows do not expire after a time ignores them.
 """
 table_follow_time: Callable[[int, int], None] = _ops.table_follow_time.default
 """(table, microseconds since 1970).

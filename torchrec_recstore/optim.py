@@ -75,9 +75,10 @@ class Optimizer:
     """The base class of the optimizers.
 
     A subclass is a frozen dataclass of its arguments, with the formula in its
-    docstring. ``csrc/row_loops/row_steps.inl`` has the arithmetic. The arguments of the class
-    statement are ``kind``, the value of ``OptimizerKind`` in csrc/rows/optimizer.h, and
-    ``states``, the states of each row; see :func:`state_names`.
+    docstring. ``csrc/row_loops/row_steps.inl`` has the arithmetic. The arguments of the
+    class statement are ``kind``, the value of ``OptimizerKind`` in
+    csrc/rows/optimizer.h, and ``states``, the states of each row; see
+    :func:`state_names`.
 
     Raises:
         ValueError: A value is out of range. The message names it.

@@ -425,14 +425,13 @@ class RedisStore:
     @property
     def public_url(self) -> str:
         """The URL without credentials, for messages."""
-        scheme, separator, rest = self.url.partition("://")
-        plain, _, query = rest.partition("?")
+        scheme, separator, location = self.url.partition("://")
+        plain, _, query = location.partition("?")
         # A password may contain an unescaped "@" or "/", so everything up to the last
         # "@" is left out. If it contains an unescaped "?", no part of the URL is known
         # to be free of it.
-        return (
-            scheme + separator + ("..." if "@" in query else plain.rpartition("@")[2])
-        )
+        address = "..." if "@" in query else plain.rpartition("@")[2]
+        return f"{scheme}{separator}{address}"
 
     def __repr__(self) -> str:
         return (

@@ -35,7 +35,7 @@ _PLUGINS = {
 
 
 def missing(name: str) -> ImportError:
-    """Returns the error of a plugin or a command whose distribution is not installed."""
+    """Returns the error of a plugin or a command that is not installed."""
     needed = f"torchrec-recstore-{(_PLUGINS | _COMMANDS)[name]}"
     return ImportError(
         f"this needs {needed}, which is not installed: pip install {needed}",

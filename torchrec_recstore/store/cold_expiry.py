@@ -34,8 +34,8 @@ class ColdExpiry:
     they expire and their last change.
 
     That is the step in which the native pass would remove them (csrc/bounds/eviction.h,
-    csrc/bounds/wall_clock.h). The last change is a mark of csrc/snapshot/changes.h. A key of the counts
-    is that of the step, times _MARKS, plus this mark.
+    csrc/bounds/wall_clock.h). The last change is a mark of csrc/snapshot/changes.h. A
+    key of the counts is that of the step, times _MARKS, plus this mark.
     """
 
     def __init__(self, expiry: Expiry | None) -> None:
@@ -45,7 +45,7 @@ class ColdExpiry:
         self._every = max(1, self._steps // 4)
         self.expires = expiry is not None
         """Whether unused rows expire."""
-        self.before = 0
+        self.valid_from = 0
         """A row has expired if its last step is earlier than this step."""
         self.rows = 0
         """The number of rows in the store that are not in memory.
@@ -127,11 +127,11 @@ class ColdExpiry:
     def _count_all(self) -> None:
         """Counts the stamps that wait."""
         if self._added or self._taken:
-            added = self.counts(torch.cat([_NO_STAMPS, *self._added]))
-            taken = self.counts(torch.cat([_NO_STAMPS, *self._taken]))
+            added_counts = self.counts(torch.cat([_NO_STAMPS, *self._added]))
+            taken_counts = self.counts(torch.cat([_NO_STAMPS, *self._taken]))
             # The difference drops counts below zero: rows of a shared store are taken
             # and have not been added.
-            self._counts = self._counts + added - taken
+            self._counts = self._counts + added_counts - taken_counts
         self._drop_uncounted()
 
     def _drop_uncounted(self) -> None:
@@ -157,49 +157,48 @@ class ColdExpiry:
         return changed
 
     def due(self, handle: int) -> int:
-        """Returns the value that :attr:`before` has after the present step of a native
+        """Returns the value of :attr:`valid_from` after the present step of a native
         table.
         """
         if self._by_time:
             times = ops.table_times(handle)
             self._note_ticks(times[_FIRST_TICK::2])
-            return max(self.before, times[_EXPIRED_BEFORE])
+            return max(self.valid_from, times[_EXPIRED_BEFORE])
         steps = ops.table_steps(handle)
         if steps % self._every:
-            return self.before
-        return max(self.before, steps - self._steps)
+            return self.valid_from
+        return max(self.valid_from, steps - self._steps)
 
-    def expire(self, before: int) -> int:
-        """Lets the rows in the store expire whose last step is earlier than ``before``.
-
-        Returns their number.
+    def expire(self, valid_from: int) -> int:
+        """Lets the rows in the store expire whose last step is earlier than
+        ``valid_from``, and returns their number.
         """
-        self.before = before
+        self.valid_from = valid_from
         self._count_all()
         expired = 0
         for key in list(self._counts):
             if self._is_expired(key // _MARKS):
                 expired += self._counts.pop(key)
         if self._by_time:
-            self._ticks = [tick for tick in self._ticks if tick >= before]
+            self._ticks = [tick for tick in self._ticks if tick >= valid_from]
         self.rows -= expired
         return expired
 
     def _is_expired(self, expiry_key: int) -> bool:
         if self._by_time:
-            return 0 <= expiry_key <= self.before
-        return expiry_key * self._every - self._steps < self.before
+            return 0 <= expiry_key <= self.valid_from
+        return expiry_key * self._every - self._steps < self.valid_from
 
-    def before_at(self, steps: int) -> int:
-        """Returns the value that :attr:`before` has if the table's clock is set to
+    def valid_from_at(self, steps: int) -> int:
+        """Returns the value of :attr:`valid_from` if the table's clock is set to
         ``steps``.
         """
         if self._by_time:
-            return min(self.before, steps + 1)
+            return min(self.valid_from, steps + 1)
         if not self.expires:
             return 0
         last_expiry = steps // self._every * self._every
-        return max(0, min(self.before, last_expiry - self._steps))
+        return max(0, min(self.valid_from, last_expiry - self._steps))
 
     def loses_ticks(self, steps: int) -> bool:
         """Returns whether ticks are lost if the table's clock is set to ``steps``, so
@@ -212,10 +211,10 @@ class ColdExpiry:
         table's ticks have changed.
         """
         times = ops.table_times(handle)
-        self.before = times[_EXPIRED_BEFORE]
+        self.valid_from = times[_EXPIRED_BEFORE]
         self._ticks = times[_FIRST_TICK::2]
         self._drop_uncounted()
-        self._counts = self.counts(stamps[last_steps(stamps) >= self.before])
+        self._counts = self.counts(stamps[last_steps(stamps) >= self.valid_from])
         self.rows = self._counts.total()
 
     def _note_ticks(self, ticks: list[int]) -> None:

@@ -165,9 +165,9 @@ class ColdTier(MemoryTier):
             suppress(ColdStoreError, MemoryError),
             ops.native_errors("expiry"),
         ):
-            before = self.expiry.due(self._handle)
-            if before > self.expiry.before:
-                self._expire(before)
+            valid_from = self.expiry.due(self._handle)
+            if valid_from > self.expiry.valid_from:
+                self._expire(valid_from)
             if self.store.ascending_snapshots:
                 self._sweep_on()
 
@@ -188,8 +188,8 @@ class ColdTier(MemoryTier):
         try:
             if len(cold_ids):
                 with self._calls:
-                    found, images = store.get(cold_ids)
-                fetched = cold_ids[found], images
+                    is_found, images = store.get(cold_ids)
+                fetched = cold_ids[is_found], images
         finally:
             with self.lock:
                 self._fetching -= 1
@@ -227,8 +227,8 @@ class ColdTier(MemoryTier):
         places[is_cold] = resident_rows + cold_places
 
         def joined(number: int, dim: int = 0) -> Tensor:
-            both = torch.cat([resident[number], cold[number]], dim)
-            return both.index_select(dim, places)
+            rows = torch.cat([resident[number], cold[number]], dim)
+            return rows.index_select(dim, places)
 
         return joined(0), joined(1, dim=1), joined(2), joined(3), joined(4)
 
@@ -361,8 +361,8 @@ class ColdTier(MemoryTier):
     def set_clock(self, steps: int, times: list[int]) -> None:
         """See :meth:`MemoryTier.set_clock`."""
         with self.lock:
-            before = self.expiry.before_at(steps)
-            if before < self.expiry.before:
+            valid_from = self.expiry.valid_from_at(steps)
+            if valid_from < self.expiry.valid_from:
                 # The rows that have expired by the old clock would be valid again by
                 # the new clock.
                 self._bury()
@@ -370,7 +370,7 @@ class ColdTier(MemoryTier):
             stamps: Tensor | None = None
             if times or self.expiry.loses_ticks(steps):
                 stamps = self._stamps()
-            self.expiry.before = min(before, self.expiry.before)
+            self.expiry.valid_from = min(valid_from, self.expiry.valid_from)
             super().set_clock(steps, times)
             if stamps is not None:
                 self.expiry.restart(self._handle, stamps)
@@ -399,7 +399,7 @@ class ColdTier(MemoryTier):
 
         Some of them may be outdated copies of rows in memory.
         """
-        return (last_steps(images) >= self.expiry.before) & ~among(ids, self.dead)
+        return (last_steps(images) >= self.expiry.valid_from) & ~among(ids, self.dead)
 
     def _read_with_expired(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what :meth:`read` returns, and the ids of expired rows, (n,) int64,
@@ -430,7 +430,7 @@ class ColdTier(MemoryTier):
             return is_cold, no_images, expired
         positions, images = _in_order(parts)
         if self.expiry.expires:
-            is_alive = last_steps(images) >= self.expiry.before
+            is_alive = last_steps(images) >= self.expiry.valid_from
             expired = positions[~is_alive]
             alive = is_alive.nonzero().squeeze(1)
             positions = positions[alive]
@@ -464,8 +464,8 @@ class ColdTier(MemoryTier):
             missing = missing[self._may_be_cold(ids[missing])]
         if len(missing):
             with self._calls:
-                found, images = self.store.get(ids[missing])
-            parts.append((missing[found], images))
+                is_found, images = self.store.get(ids[missing])
+            parts.append((missing[is_found], images))
         return parts
 
     def _make_room(self, ids: Tensor, new_rows: int) -> None:
@@ -487,7 +487,7 @@ class ColdTier(MemoryTier):
                 # A row can be older than the expiry limit if a pending forward held it
                 # when the limit passed. It expires here, because the next expiry step
                 # would be too late.
-                is_alive = last_steps(stamps) >= self.expiry.before
+                is_alive = last_steps(stamps) >= self.expiry.valid_from
                 ops.table_count_expired(self._handle, int((~is_alive).sum()))
                 stamps = stamps[is_alive]
             if not self.shared:
@@ -554,7 +554,7 @@ class ColdTier(MemoryTier):
             self._outdated.append(ids)
 
     def _forget_staged(self) -> None:
-        """Discards all staged rows, and the rows that :meth:`prefetch` is reading now."""
+        """Discards all staged rows, and those that :meth:`prefetch` is reading now."""
         self._forgotten += 1
         self._staged.clear()
 
@@ -568,8 +568,8 @@ class ColdTier(MemoryTier):
             elif len(stays):
                 self._staged.append((staged_ids[stays], images.index_select(0, stays)))
 
-    def _expire(self, before: int) -> None:
-        ops.table_count_expired(self._handle, self.expiry.expire(before))
+    def _expire(self, valid_from: int) -> None:
+        ops.table_count_expired(self._handle, self.expiry.expire(valid_from))
         old_ids = ops.table_expired(self._handle)
         removed = int(ops.table_remove(self._handle, old_ids))
         ops.table_count_expired(self._handle, removed)
@@ -581,7 +581,7 @@ class ColdTier(MemoryTier):
         """Deletes all expired and dead rows from the store."""
         parts = []
         for ids, images in self.scan():
-            parts.append(ids[last_steps(images) < self.expiry.before])
+            parts.append(ids[last_steps(images) < self.expiry.valid_from])
         invalid_ids = torch.cat([*parts, self.dead])
         self._record_expired(invalid_ids)
         self._delete(invalid_ids)
@@ -632,7 +632,7 @@ class ColdTier(MemoryTier):
         """Deletes the expired rows of a batch of a sweep, and keeps the ids of the
         other rows in the new filter.
         """
-        is_expired = last_steps(images) < self.expiry.before
+        is_expired = last_steps(images) < self.expiry.valid_from
         expired_ids = ids[is_expired]
         # Rows that were written after the scan began are read again, because the scan
         # has their former state.
@@ -641,17 +641,17 @@ class ColdTier(MemoryTier):
         expired_ids = expired_ids[~is_newer]
         if len(newer_ids):
             with self._calls:
-                found, newer_images = self.store.get(newer_ids)
-            is_still_expired = last_steps(newer_images) < self.expiry.before
-            still_expired_ids = newer_ids[found][is_still_expired]
+                is_found, newer_images = self.store.get(newer_ids)
+            is_still_expired = last_steps(newer_images) < self.expiry.valid_from
+            still_expired_ids = newer_ids[is_found][is_still_expired]
             expired_ids = torch.cat([expired_ids, still_expired_ids])
         ops.table_keep_cold(self._handle, ids[~is_expired])
         if self._records_left and len(expired_ids):
             # The scan also has rows that were deleted after it began. They were
             # recorded then.
             with self._calls:
-                found, _ = self.store.get(expired_ids)
-            self._record_expired(expired_ids[found])
+                is_found, _ = self.store.get(expired_ids)
+            self._record_expired(expired_ids[is_found])
         self._delete(expired_ids)
 
     def _stamps(self) -> Tensor:

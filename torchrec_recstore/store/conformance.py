@@ -71,8 +71,8 @@ def _opened(
 
 def _starts_empty(options: object) -> None:
     with _opened(options) as store:
-        found, rows = store.get(_EXTREME_IDS)
-        has_no_rows = not found.any() and rows.shape == (0, ROW_BYTES)
+        is_found, rows = store.get(_EXTREME_IDS)
+        has_no_rows = not is_found.any() and rows.shape == (0, ROW_BYTES)
         _expect(has_no_rows, "a new store has no rows")
         scanned_ids, _ = _scanned(store)
         _expect(len(scanned_ids) == 0, "a scan of an empty store returns no ids")
@@ -115,15 +115,15 @@ def _reports_missing_ids(options: object) -> None:
         rows = _rows(1000)
         store.put(even_ids, rows)
         ids = torch.arange(2000).flip(0)
-        found, read_rows = store.get(ids)
-        is_bool = found.dtype == torch.bool and found.shape == ids.shape
+        is_found, read_rows = store.get(ids)
+        is_bool = is_found.dtype == torch.bool and is_found.shape == ids.shape
         _expect(is_bool, "found is (N,) bool")
         promise = "found is True for the ids that have a row, and for no others"
-        _expect(torch.equal(found, ids % 2 == 0), promise)
+        _expect(torch.equal(is_found, ids % 2 == 0), promise)
         promise = "get returns rows in the order of the ids that have one"
         _expect(torch.equal(read_rows, rows.flip(0)), promise)
-        found, read_rows = store.get(torch.tensor([1, 3, 5]))
-        has_no_rows = not found.any() and read_rows.shape == (0, ROW_BYTES)
+        is_found, read_rows = store.get(torch.tensor([1, 3, 5]))
+        has_no_rows = not is_found.any() and read_rows.shape == (0, ROW_BYTES)
         _expect(has_no_rows, "rows of missing ids are (0, row bytes)")
 
 
@@ -136,9 +136,9 @@ def _deletes(options: object) -> None:
         deleted_ids = ids[is_deleted]
         ids_without_rows = torch.tensor([10**6, -(10**6)])
         store.delete(torch.cat([deleted_ids, ids_without_rows]))
-        found, read_rows = store.get(ids)
+        is_found, read_rows = store.get(ids)
         promise = "deleted ids are not found, all others are"
-        _expect(torch.equal(found, ~is_deleted), promise)
+        _expect(torch.equal(is_found, ~is_deleted), promise)
         promise = "a delete leaves the other rows as they were"
         _expect(torch.equal(read_rows, rows[~is_deleted]), promise)
         promise = "a scan returns no deleted id"
@@ -152,10 +152,10 @@ def _takes_empty_batches(options: object) -> None:
     with _opened(options) as store:
         store.put(torch.tensor([7]), _rows(1))
         no_ids = torch.empty(0, dtype=torch.int64)
-        found, rows = store.get(no_ids)
-        is_empty = found.shape == (0,) and rows.shape == (0, ROW_BYTES)
+        is_found, rows = store.get(no_ids)
+        is_empty = is_found.shape == (0,) and rows.shape == (0, ROW_BYTES)
         _expect(is_empty, "a get of no ids returns (0,) and (0, row bytes)")
-        has_dtypes = found.dtype == torch.bool and rows.dtype == torch.uint8
+        has_dtypes = is_found.dtype == torch.bool and rows.dtype == torch.uint8
         _expect(has_dtypes, "a get of no ids returns bool and uint8")
         store.put(no_ids, rows)
         store.delete(no_ids)
@@ -263,8 +263,8 @@ def _closes(options: object) -> None:
     _expect_closed("delete", lambda: store.delete(ids))
     _expect_closed("scan", lambda: list(store.scan()))
     with _opened(options) as next_store:
-        found, _ = next_store.get(ids)
-        _expect(not found.any(), "a store deletes its rows when it is closed")
+        is_found, _ = next_store.get(ids)
+        _expect(not is_found.any(), "a store deletes its rows when it is closed")
 
 
 def _shares_rows_by_name(options: object) -> None:
@@ -385,9 +385,9 @@ def _expect_scan(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> N
 
 
 def _expect_rows(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> None:
-    found, read_rows = store.get(ids)
-    is_bool = found.dtype == torch.bool and found.shape == ids.shape
-    _expect(is_bool and bool(found.all()), f"{promise}: all have rows")
+    is_found, read_rows = store.get(ids)
+    is_bool = is_found.dtype == torch.bool and is_found.shape == ids.shape
+    _expect(is_bool and bool(is_found.all()), f"{promise}: all have rows")
     is_equal = read_rows.dtype == torch.uint8 and torch.equal(read_rows, rows)
     _expect(is_equal, promise)
 

@@ -393,13 +393,13 @@ def last_marks(images: Tensor) -> Tensor:
 
 
 def with_last_steps_up_to(images: Tensor, steps: int) -> Tensor:
-    """Returns N images in which a last step above ``steps`` is replaced by ``steps``."""
-    ahead = last_steps(images) > steps
-    if not ahead.any():
+    """Returns N images in which last steps above ``steps`` are replaced by it."""
+    is_ahead = last_steps(images) > steps
+    if not is_ahead.any():
         return images
     images = images.clone()
     # the last step is stored as uint32
-    images[ahead, -8:-4] = torch.tensor([steps]).view(torch.uint8)[:4]
+    images[is_ahead, -8:-4] = torch.tensor([steps]).view(torch.uint8)[:4]
     return images
 
 

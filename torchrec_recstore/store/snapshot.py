@@ -62,12 +62,12 @@ class ColdSnapshot:
         self.rows = tier.expiry.changed_since(since or 0, mark)
         """The number of these rows that the snapshot has."""
         rows = _RowsOfSnapshot(tier, since or 0)
-        left = ops.snapshot_left(snapshot)
-        if since is not None and left is not None:
-            cold_ids, rows.ids = _moved_rows(tier, left, since)
+        left_ids = ops.snapshot_left(snapshot)
+        if since is not None and left_ids is not None:
+            cold_ids, rows.ids = _moved_rows(tier, left_ids, since)
             self.rows = len(rows.ids)
             if not tier.expiry.expires:
-                self.left = left[~among(left, cold_ids)]
+                self.left = left_ids[~among(left_ids, cold_ids)]
         elif since is not None:
             rows.resident = ops.table_ids(handle)
         batches: Batches = iter(())
@@ -79,14 +79,14 @@ class ColdSnapshot:
         elif self.rows:
             batches = tier.scan() if rows.ids is None else _read(tier, rows.ids)
             _, batches = _spooled(tier, batches)
-        self.batches: Batches = rows.of(batches)
+        self.batches: Batches = rows.among(batches)
 
 
-def _moved_rows(tier: ColdTier, left: Tensor, since: int) -> tuple[Tensor, Tensor]:
+def _moved_rows(tier: ColdTier, left_ids: Tensor, since: int) -> tuple[Tensor, Tensor]:
     """Returns which of the ids that have left memory are in the store, and which of
     these rows have changed since the mark.
     """
-    parts = list(_read(tier, left))
+    parts = list(_read(tier, left_ids))
     cold_ids = torch.cat([ids for ids, _ in parts])
     marks = torch.cat([last_marks(images) for _, images in parts])
     return cold_ids, cold_ids[marks >= since]
@@ -102,10 +102,10 @@ class _RowsOfSnapshot:
         """The ids of the rows in memory, if the reader does not read all of them."""
         self._since = since
         # later, the tier may have others
-        self._before = tier.expiry.before
+        self._valid_from = tier.expiry.valid_from
         self._dead = tier.dead
 
-    def of(self, batches: Batches) -> Batches:
+    def among(self, batches: Batches) -> Batches:
         """Returns the rows of batches that belong to the snapshot."""
         for ids, images in batches:
             belongs = self._belongs(ids, images)
@@ -115,7 +115,7 @@ class _RowsOfSnapshot:
     def _belongs(self, ids: Tensor, images: Tensor) -> Tensor:
         if self.ids is not None:
             return among(ids, self.ids)
-        is_valid = (last_steps(images) >= self._before) & ~among(ids, self._dead)
+        is_valid = (last_steps(images) >= self._valid_from) & ~among(ids, self._dead)
         if self.resident is None:
             return is_valid
         is_changed = last_marks(images) >= self._since

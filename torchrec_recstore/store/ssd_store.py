@@ -79,8 +79,8 @@ class SSDColdStore:
         """See :meth:`ColdStore.get`."""
         check_ids(ids)
         with self._errors():
-            found, rows = _ops.ssd_get(self._handle, ids)
-        return found, rows
+            is_found, rows = _ops.ssd_get(self._handle, ids)
+        return is_found, rows
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """See :meth:`ColdStore.put`."""

@@ -1,4 +1,4 @@
-"""A table: one shard of an embedding table, with its rows in memory and in a cold store.
+"""A table: one shard of an embedding table, with rows in memory and in a cold store.
 
 Tests: tests/store/test_table.py, test_oracle.py and test_all_or_nothing.py.
 """
@@ -169,7 +169,7 @@ class Table(AbstractContextManager["Table"]):
         self.options = options
         self.name = name
         self._value_dtype = value_dtype(dtype)
-        self._who = f"table '{name}'"  # names the table in errors
+        self._label = f"table '{name}'"  # names the table in errors
         self.columns = columns
         self.stochastic_rounding = stochastic_rounding
         self.state_dtype = state_dtype
@@ -256,7 +256,7 @@ class Table(AbstractContextManager["Table"]):
         train = train and not self.options.frozen
         arrival: Arrival | None = "lookup" if train else None
         ops.finish_updates()
-        with ops.native_errors(self._who), self.tier.resident(ids, arrival):
+        with ops.native_errors(self._label), self.tier.resident(ids, arrival):
             if out is not None and out.dtype is torch.float32:
                 ops.table_read(self.handle, ids, out)
             else:
@@ -289,15 +289,15 @@ class Table(AbstractContextManager["Table"]):
         """
         if self.options.frozen:
             raise ValueError(
-                f"{self._who} is frozen by its options, and is not updated: insert(ids,"
-                " weights) writes rows"
+                f"{self._label} is frozen by its options, and is not updated:"
+                " insert(ids, weights) writes rows"
             )
         check_ids(ids)
         self._check_rows(grads, "grads", ids)
         if lr is None:
             lr = self.optimizer.lr
         ops.finish_updates()
-        with ops.native_errors(self._who), self.tier.resident(ids, "update"):
+        with ops.native_errors(self._label), self.tier.resident(ids, "update"):
             ops.table_update(self.handle, ids, plain_rows(grads), lr)
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
@@ -318,7 +318,7 @@ class Table(AbstractContextManager["Table"]):
         check_ids(ids)
         self._check_rows(weights, "weights", ids)
         ops.finish_updates()
-        with ops.native_errors(self._who), self.tier.resident(ids, "write"):
+        with ops.native_errors(self._label), self.tier.resident(ids, "write"):
             ops.table_insert(self.handle, ids, plain_rows(weights))
 
     def read_rows(self, ids: Tensor) -> dict[str, Tensor]:
@@ -337,7 +337,7 @@ class Table(AbstractContextManager["Table"]):
         """
         check_ids(ids)
         ops.finish_updates()
-        with ops.native_errors(self._who), self.tier.resident(ids):
+        with ops.native_errors(self._label), self.tier.resident(ids):
             return named_rows(self.optimizer, self.tier.export(ids))
 
     def write_rows(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
@@ -362,7 +362,7 @@ class Table(AbstractContextManager["Table"]):
             rows, shape, self.dtype, state_names(self.optimizer)
         )
         ops.finish_updates()
-        with ops.native_errors(self._who), self.tier.resident(ids, "write"):
+        with ops.native_errors(self._label), self.tier.resident(ids, "write"):
             ops.table_import(self.handle, ids, *row_tensors)
 
     @property
@@ -371,7 +371,7 @@ class Table(AbstractContextManager["Table"]):
 
         Its rows cannot be exchanged before the snapshot is closed.
         """
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             return ops.table_is_being_saved(self.handle)
 
     def part(self, ids: Tensor) -> Part:
@@ -432,7 +432,7 @@ class Table(AbstractContextManager["Table"]):
         counts of admission.
         """
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             sightings: Sightings | None = None
             if self._counts_sightings:
                 sightings = Sightings(*ops.table_sightings(self.handle))
@@ -463,7 +463,7 @@ class Table(AbstractContextManager["Table"]):
         """
         state = TableState.from_tensors(state.tensors())  # checks the tensors
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             expires_by_time = bool(ops.table_times(self.handle))
             times = list(state.times or ()) if expires_by_time else []
             # A table without rows checks the numbers, because the native table sets
@@ -471,7 +471,7 @@ class Table(AbstractContextManager["Table"]):
             empty = Table(1, options=TableOptions(expiry=self.options.expiry))
             empty.tier.set_clock(state.steps, times)
             ops.table_set_optimizer_steps(empty.handle, state.optimizer_steps)
-        with ops.native_errors(self._who), self.tier.lock:
+        with ops.native_errors(self._label), self.tier.lock:
             self.tier.set_clock(state.steps, times)
             ops.table_set_optimizer_steps(self.handle, state.optimizer_steps)
             if self._counts_sightings:
@@ -487,7 +487,7 @@ class Table(AbstractContextManager["Table"]):
         :func:`torchrec_recstore.set_time` does.
         """
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             set_event_time([self], [check_time(unix_seconds)])
 
     @property
@@ -506,7 +506,7 @@ class Table(AbstractContextManager["Table"]):
 
     @property
     def image_bytes(self) -> int:
-        """The size in bytes of a row with all of its state, as a cold store stores it."""
+        """The bytes of a row with all of its state, as a cold store stores it."""
         return ops.table_image_bytes(self.handle)
 
     def mark(self) -> int:
@@ -519,7 +519,7 @@ class Table(AbstractContextManager["Table"]):
         eight bytes per id. It remembers at least the last 127 marks.
         """
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             return ops.table_mark(self.handle)
 
     def locate_rows(self) -> None:
@@ -530,7 +530,7 @@ class Table(AbstractContextManager["Table"]):
         The first call walks over the index. The record is lost when the table exchanges
         its rows.
         """
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             ops.table_locate_rows(self.handle)
 
     def reserve(self, rows: int) -> None:
@@ -545,7 +545,7 @@ class Table(AbstractContextManager["Table"]):
             MemoryError: There is no memory for so many rows now. The rows are
                 unchanged.
         """
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             ops.table_reserve(self.handle, rows)
 
     def shrink(self) -> None:
@@ -557,7 +557,7 @@ class Table(AbstractContextManager["Table"]):
         pending.
         """
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             ops.table_shrink(self.handle)
 
     def snapshot(self, since: int | None = None) -> Snapshot:
@@ -583,7 +583,7 @@ class Table(AbstractContextManager["Table"]):
                 "changes by other jobs since a mark are not known: save the whole table"
             )
         ops.finish_updates()
-        with ops.native_errors(self._who), self.tier.lock:
+        with ops.native_errors(self._label), self.tier.lock:
             handle = ops.snapshot_open(self.handle, since)
             try:
                 cold: ColdSnapshot | None = None
@@ -641,7 +641,7 @@ class Table(AbstractContextManager["Table"]):
                 "other jobs use them, so that they cannot move to another table"
             )
         ops.finish_updates()
-        with ops.native_errors(self._who), holding([self.tier, other.tier]):
+        with ops.native_errors(self._label), holding([self.tier, other.tier]):
             self._record_exchange(other)
             if record_other:
                 other._record_exchange(self)
@@ -667,7 +667,7 @@ class Table(AbstractContextManager["Table"]):
         """
         check_ids(ids)
         ops.finish_updates()
-        with ops.native_errors(self._who), self.tier.resident(ids):
+        with ops.native_errors(self._label), self.tier.resident(ids):
             return self.tier.contains(ids)
 
     def remove(self, ids: Tensor) -> int:
@@ -678,7 +678,7 @@ class Table(AbstractContextManager["Table"]):
         """
         check_ids(ids)
         ops.finish_updates()
-        with ops.native_errors(self._who), self.tier.resident(ids):
+        with ops.native_errors(self._label), self.tier.resident(ids):
             return self.tier.remove(ids)
 
     def set_scores(self, ids: Tensor, scores: Tensor) -> int:
@@ -707,13 +707,13 @@ class Table(AbstractContextManager["Table"]):
         check_scores(scores, ids)
         if not isinstance(self.options.eviction, Scored):
             raise ValueError(
-                f"{self._who} does not evict by scores: its eviction is"
+                f"{self._label} does not evict by scores: its eviction is"
                 f" {self.options.eviction!r}; make it with TableOptions(max_rows=...,"
                 " eviction=Scored())"
             )
         distinct, scores = _last_scores(ids, scores.detach())
         ops.finish_updates()
-        with ops.native_errors(self._who), self.tier.resident(distinct):
+        with ops.native_errors(self._label), self.tier.resident(distinct):
             return self.tier.set_scores(distinct, scores)
 
     def left_ids(self) -> LeftIds:
@@ -732,7 +732,7 @@ class Table(AbstractContextManager["Table"]):
         """
         self.check_records_left("left_ids")
         ops.finish_updates()
-        with ops.native_errors(self._who), self.tier.lock:
+        with ops.native_errors(self._label), self.tier.lock:
             self.tier.bury_expired()
             ids, complete = ops.table_take_left(self.handle)
             try:
@@ -741,22 +741,23 @@ class Table(AbstractContextManager["Table"]):
                 ops.table_add_left(self.handle, ids, complete)
                 raise
 
-    def add_left_ids(self, left: LeftIds) -> None:
+    def add_left_ids(self, record: LeftIds) -> None:
         """Adds ids to the record that :meth:`left_ids` returns, such as those of a
         table that this one replaces.
         """
         self.check_records_left("add_left_ids")
-        with ops.native_errors(self._who):
-            ops.table_add_left(self.handle, left.ids, left.complete)
+        with ops.native_errors(self._label):
+            ops.table_add_left(self.handle, record.ids, record.complete)
 
-    def check_records_left(self, what: str) -> None:
-        """Raises ValueError, which begins with ``what``, if the table does not record
+    def check_records_left(self, call: str) -> None:
+        """Raises ValueError, which begins with ``call``, if the table does not record
         which ids leave it.
         """
         if self.options.left_ids is None:
             raise ValueError(
-                f"{what}: {self._who} does not record which ids leave it: make it with"
-                " TableOptions(left_ids=...), the largest number of ids in the record"
+                f"{call}: {self._label} does not record which ids leave it: make it"
+                " with TableOptions(left_ids=...), the largest number of ids in the"
+                " record"
             )
 
     def _record_exchange(self, other: Table) -> None:
@@ -768,7 +769,7 @@ class Table(AbstractContextManager["Table"]):
         try:
             # The native errors are converted within this block, so that it catches
             # those for want of memory.
-            with ops.native_errors(self._who):
+            with ops.native_errors(self._label):
                 self.tier.bury_expired()
             ids = self.ids()
             # The ids of the other table, with all of its cold rows, are not needed.
@@ -785,7 +786,7 @@ class Table(AbstractContextManager["Table"]):
         ascending.
         """
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             return self.tier.ids()
 
     def flush(self) -> None:
@@ -802,7 +803,7 @@ class Table(AbstractContextManager["Table"]):
                 The call can be repeated.
         """
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             self._shared_tier().flush()
 
     def refresh(self) -> None:
@@ -815,7 +816,7 @@ class Table(AbstractContextManager["Table"]):
             ValueError, ColdStoreError: See :meth:`flush`.
         """
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             self._shared_tier().release()
 
     @property
@@ -825,7 +826,7 @@ class Table(AbstractContextManager["Table"]):
         The bias correction of Adam and LAMB uses it.
         """
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             return ops.table_optimizer_steps(self.handle)
 
     @property
@@ -835,7 +836,7 @@ class Table(AbstractContextManager["Table"]):
         It is the clock of ``last_step`` and of expiry.
         """
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             return ops.table_steps(self.handle)
 
     def stats(self) -> TableStats:
@@ -843,7 +844,7 @@ class Table(AbstractContextManager["Table"]):
         on.
         """
         ops.finish_updates()
-        with ops.native_errors(self._who):
+        with ops.native_errors(self._label):
             numbers = ops.table_stats(self.handle)
         counts = dict(zip(_NATIVE_STATS, numbers, strict=True))
         return TableStats(
@@ -902,16 +903,16 @@ class Table(AbstractContextManager["Table"]):
     def _shared_tier(self) -> ColdTier:
         if isinstance(self.tier, ColdTier) and self.tier.shared:
             return self.tier
-        raise ValueError(f"{self._who} has no shared cold store")
+        raise ValueError(f"{self._label} has no shared cold store")
 
-    def check_unshared(self, why: str) -> None:
-        """Raises ValueError, which ends with the reason ``why``, if the rows are in a
+    def check_unshared(self, reason: str) -> None:
+        """Raises ValueError, which ends with ``reason``, if the rows are in a
         shared cold store.
         """
         if self.tier.shared:
             raise ValueError(
-                f"{self._who}: its rows are in {self.options.cold_store!r}, which is"
-                f" shared: {why}"
+                f"{self._label}: its rows are in {self.options.cold_store!r}, which is"
+                f" shared: {reason}"
             )
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:

@@ -45,7 +45,7 @@ BOUNDS = [
     ),
     Mutation(
         f"{PACKAGE}/store/cold_tier.py",
-        "return (last_steps(images) >= self.expiry.before) & ~among(ids, self.dead)",
+        "return (last_steps(images) >= self.expiry.valid_from) & ~among(ids, self.dead)",
         "return ~among(ids, self.dead)",
         ["tests/store/test_cold_tier.py"],
         "Cold rows that have expired are still listed.",
