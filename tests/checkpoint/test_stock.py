@@ -31,7 +31,7 @@ from torchrec_recstore import (
     stock_optimizer_state_dict,
     stock_state_dict,
 )
-from torchrec_recstore.checkpoint.stock import whole
+from torchrec_recstore.checkpoint.stock import to_plain
 from torchrec_recstore.optim import Adam, AdamW
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
@@ -74,7 +74,7 @@ def assert_alike(
     state = stock_state_dict(model, NUM_ROWS)
     assert state.keys() == stock.state_dict().keys()
     for key, value in stock.state_dict().items():
-        torch.testing.assert_close(state[key], whole(key, value), rtol=0, atol=1e-5)
+        torch.testing.assert_close(state[key], to_plain(key, value), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "column_wise"])
@@ -143,7 +143,8 @@ def test_row_wise_state_of_column_shards_is_joined(one_rank: None) -> None:
         stock_optimizer_state_dict(model, NUM_ROWS),
     )
     assert torch.equal(
-        whole("", states_of(stock)["state"][USER]["user.momentum1"]), momentum.repeat(2)
+        to_plain("", states_of(stock)["state"][USER]["user.momentum1"]),
+        momentum.repeat(2),
     )
 
 
@@ -159,7 +160,7 @@ def test_dtensors(one_rank: None) -> None:
         "user.momentum1"
     ]
     assert torch.equal(
-        momentum, whole("", states_of(stock)["state"][USER]["user.momentum1"])
+        momentum, to_plain("", states_of(stock)["state"][USER]["user.momentum1"])
     )
 
 
@@ -338,7 +339,7 @@ def test_what_does_not_fit_changes_nothing(one_rank: None) -> None:
     stock = models.stock(optimizer=ADAGRAD)
     with torch.no_grad():
         stock.module.over.weight.add_(1)
-    state = {key: whole(key, value) for key, value in stock.state_dict().items()}
+    state = {key: to_plain(key, value) for key, value in stock.state_dict().items()}
     states = stock_optimizer_state_dict(model, NUM_ROWS, leave_out=True)["state"]
 
     def without(entries: dict[str, Any], key: str) -> dict[str, Any]:
@@ -414,7 +415,7 @@ def test_what_does_not_fit_changes_nothing(one_rank: None) -> None:
     ):
         stock_state_dict(model, {**NUM_ROWS, "user": -1})
     before = {
-        key: whole(key, value).clone() for key, value in stock.state_dict().items()
+        key: to_plain(key, value).clone() for key, value in stock.state_dict().items()
     }
     with pytest.raises(
         ValueError,
@@ -426,7 +427,7 @@ def test_what_does_not_fit_changes_nothing(one_rank: None) -> None:
             stock, stock_state_dict(model, {**NUM_ROWS, "item": 99}, leave_out=True)
         )
     for key, value in stock.state_dict().items():
-        assert torch.equal(whole(key, value), before[key])
+        assert torch.equal(to_plain(key, value), before[key])
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.1), Adam(lr=0.1)])

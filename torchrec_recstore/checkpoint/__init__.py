@@ -74,5 +74,8 @@ _with_torchrec = [
     if module in ("apply", "background", "distributed", "load", "save", "stock")
 ]
 __getattr__, __dir__ = lazy_names(
-    __name__, _modules, public=[*_modules], with_torchrec=_with_torchrec
+    __name__,
+    _modules,
+    public=[*_modules],
+    with_torchrec=_with_torchrec,
 )

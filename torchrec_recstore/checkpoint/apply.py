@@ -6,6 +6,7 @@ Tests: tests/checkpoint/test_apply_delta.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +40,10 @@ _TIMES_HEADER = 7
 
 
 def apply_delta(
-    model: nn.Module, path: str | Path, *, strict: bool = True
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
 ) -> CheckpointInfo:
     """Writes the rows of another trainer's delta into the tables of a model, which goes
     on training.
@@ -109,10 +113,8 @@ def apply_delta(
         check_sources([info], sources, warm, hints=False)
         for source in sources:
             _check_table(source, info, strict=strict)
-        lists_those_that_stay = any(
-            info.tables[source.name].removal == "stay" for source in sources
-        )
-        bases = read_chain(path)[:-1] if lists_those_that_stay else []
+        removals = {info.tables[source.name].removal for source in sources}
+        bases = read_chain(path)[:-1] if "stay" in removals else []
         for source in sources:
             for shard in source.table.shards:
                 changes.append(_change(source, shard, info, bases))
@@ -155,15 +157,14 @@ class _Change:
     shard: LocalShard
     removed: Tensor  # (N,) int64, distinct
     parts: list[Part]  # of the shard's columns, with ids that belong to the shard
-    before: Part | None = None  # the rows that are replaced or removed
+    replaced: Part | None = None  # the rows that are replaced or removed
     added: Tensor | None = None  # (N,) int64: the ids that had no row
 
     @property
     def ids(self) -> Tensor:
         """The ids of the rows that are written: (N,) int64."""
-        return torch.cat(
-            [torch.empty(0, dtype=torch.int64), *(part.ids for part in self.parts)]
-        )
+        no_ids = torch.empty(0, dtype=torch.int64)
+        return torch.cat([no_ids, *(part.ids for part in self.parts)])
 
     def check_room(self) -> None:
         """Raises ValueError if the table has neither eviction nor a cold store, and no
@@ -171,19 +172,13 @@ class _Change:
         """
         table = self.shard.table
         options = table.options
-        if (
-            options.max_rows is None
-            or options.eviction is not None
-            or options.cold_store is not None
-        ):
+        makes_room = options.eviction is not None or options.cold_store is not None
+        if options.max_rows is None or makes_room:
             return
         ids = self.ids
-        leaving = self.removed[~among(self.removed, ids.sort().values)]
-        rows = (
-            len(table)
-            - int(table.contains(leaving).sum())
-            + int((~table.contains(ids)).sum())
-        )
+        n_removed = int(table.contains(self._leaving(ids)).sum())
+        n_added = int((~table.contains(ids)).sum())
+        rows = len(table) - n_removed + n_added
         if rows > options.max_rows:
             raise ValueError(
                 f"table {table.name!r} would have {rows} rows in this shard with the"
@@ -195,25 +190,28 @@ class _Change:
         """Removes and writes rows, and remembers the rows as they were."""
         table = self.shard.table
         ids = self.ids
-        # An id can have left and come back, so that it is in both.
-        touched = torch.cat(
-            [ids, self.removed[~among(self.removed, ids.sort().values)]]
-        )
-        present = table.contains(touched)
-        self.before = table.part(touched[present])
-        self.added = touched[~present]
+        changed = torch.cat([ids, self._leaving(ids)])
+        has_row = table.contains(changed)
+        self.replaced = table.part(changed[has_row])
+        self.added = changed[~has_row]
         table.remove(self.removed)
         for part in self.parts:
             table.write(part)
 
+    def _leaving(self, written: Tensor) -> Tensor:
+        """Returns the removed ids that are not written again: an id can have left and
+        come back.
+        """
+        return self.removed[~among(self.removed, written.sort().values)]
+
     def undo(self, error: Exception) -> None:
         """Restores the rows after an error. Raises RuntimeError if that fails."""
-        if self.before is None or self.added is None:
+        if self.replaced is None or self.added is None:
             return
         table = self.shard.table
         try:
             table.remove(self.added)
-            table.write(self.before)
+            table.write(self.replaced)
         except Exception as failure:
             raise RuntimeError(
                 f"table {table.name!r} has only some of the rows of the delta: apply it"
@@ -260,18 +258,18 @@ def _change(
     """Reads and checks the files of a shard."""
     table = shard.table
     saved = saved_state(info, source.name)
-    own = table.state()
+    saved_options = info.tables[source.name].options
+    state = table.state()
     parts = []
     without_state = source.without_state(info, WarmStart())
     for part in _parts(source.name, shard, info, states=without_state is None):
         if without_state is not None:
             part = without_state.part(part, table.columns)
-        part = part.with_frequencies_of(info.tables[source.name].options, table.options)
-        stamps = moved_last_steps(part.rows["last_step"], saved, own)
-        parts.append(replace(part, rows={**part.rows, "last_step": stamps}))
-    change = _Change(
-        source.name, shard, _removed_ids(source.name, shard, info, bases), parts
-    )
+        part = part.with_frequencies_of(saved_options, table.options)
+        last_steps = moved_last_steps(part.rows["last_step"], saved, state)
+        parts.append(replace(part, rows={**part.rows, "last_step": last_steps}))
+    removed = _removed_ids(source.name, shard, info, bases)
+    change = _Change(source.name, shard, removed, parts)
     if bool((change.ids.sort().values.diff() == 0).any()):
         raise CheckpointError(
             f"{info.path}: table {source.name!r} has an id in several parts"
@@ -280,7 +278,11 @@ def _change(
 
 
 def _parts(
-    name: str, shard: LocalShard, info: CheckpointInfo, *, states: bool
+    name: str,
+    shard: LocalShard,
+    info: CheckpointInfo,
+    *,
+    states: bool,
 ) -> Iterator[Part]:
     columns = shard.table.columns
     owned = None if shard.routing is None else shard.owned
@@ -292,7 +294,10 @@ def _parts(
 
 
 def _removed_ids(
-    name: str, shard: LocalShard, info: CheckpointInfo, bases: Sequence[CheckpointInfo]
+    name: str,
+    shard: LocalShard,
+    info: CheckpointInfo,
+    bases: Sequence[CheckpointInfo],
 ) -> Tensor:
     """Returns the ids of a shard that left between the base and the delta: (N,) int64."""
     saved = info.tables[name]
@@ -302,8 +307,8 @@ def _removed_ids(
         listed.append(ids[shard.owned(ids)])
     if saved.removal == "left":
         return torch.cat(listed)
-    before = _ids_of(name, shard, bases)
-    return before[~among(before, torch.cat(listed).sort().values)]
+    base_ids = _ids_of(name, shard, bases)
+    return base_ids[~among(base_ids, torch.cat(listed).sort().values)]
 
 
 def _ids_of(name: str, shard: LocalShard, chain: Sequence[CheckpointInfo]) -> Tensor:
@@ -316,70 +321,80 @@ def _ids_of(name: str, shard: LocalShard, chain: Sequence[CheckpointInfo]) -> Te
         saved = info.tables[name]
         if info.delta_of is not None:
             listed = [torch.empty(0, dtype=torch.int64)]
-            listed += [listed_ids(info, part, verify=True) for part in saved.removed]
-            are_listed = among(ids, torch.cat(listed).sort().values)
-            ids = ids[are_listed if saved.removal == "stay" else ~are_listed]
-        blocks = [block for of_rank in blocks_by_rank(info, name) for block in of_rank]
-        for block in blocks:
-            part = block.open(columns, verify=True)
-            part = part[shard.owned(part)]
-            ids = torch.cat([ids[~among(ids, part)], part]).sort().values
+            for part in saved.removed:
+                listed.append(listed_ids(info, part, verify=True))
+            is_listed = among(ids, torch.cat(listed).sort().values)
+            ids = ids[is_listed if saved.removal == "stay" else ~is_listed]
+        for rank_blocks in blocks_by_rank(info, name):
+            for block in rank_blocks:
+                block_ids = block.open(columns, verify=True)
+                block_ids = block_ids[shard.owned(block_ids)]
+                old_ids = ids[~among(ids, block_ids)]
+                ids = torch.cat([old_ids, block_ids]).sort().values
     return ids
 
 
 def _check_rows(
-    info: CheckpointInfo, changes: Sequence[_Change], env: ShardingEnv
+    info: CheckpointInfo,
+    changes: Sequence[_Change],
+    env: ShardingEnv,
 ) -> None:
     """Refuses the delta if the shards do not get as many rows as the metadata says.
 
     Collective.
     """
-    counts = [
-        (change.name, len(change.ids))
-        for change in changes
-        if change.shard.table.columns.start == 0
-    ]
-    everywhere = [count for of_rank in all_gathered(counts, env) for count in of_rank]
+    local_rows: Counter[str] = Counter()  # by the name of the table in the delta
+    for change in changes:
+        if change.shard.table.columns.start == 0:
+            local_rows[change.name] += len(change.ids)
+    rows: Counter[str] = Counter()
+    for rank_rows in all_gathered(local_rows, env):
+        rows.update(rank_rows)
     with refused_together(env):
-        for name in {name for name, _ in everywhere}:
-            rows = sum(count for of_table, count in everywhere if of_table == name)
+        for name, n_rows in rows.items():
             saved = info.tables[name]
-            expected = sum(
-                part.rows for part in saved.parts if part.columns == saved.columns[0]
-            )
-            if rows != expected:
+            expected = 0
+            for part in saved.parts:
+                if part.columns == saved.columns[0]:
+                    expected += part.rows
+            if n_rows != expected:
                 raise CheckpointError(
-                    f"{info.path}: table {name!r} has {rows} rows, and should have"
+                    f"{info.path}: table {name!r} has {n_rows} rows, and should have"
                     f" {expected}"
                 )
 
 
-def moved_last_steps(last_step: Tensor, saved: TableState, own: TableState) -> Tensor:
+def moved_last_steps(
+    last_step: Tensor,
+    saved: TableState,
+    current: TableState,
+) -> Tensor:
     """Returns the last steps of rows, (N,) int64, by another table's clock, as steps of
     this table's clock.
 
-    A row keeps its age in steps, but is never older than ``own.steps``. If rows of both
-    tables expire after a time, the row is younger where it would otherwise expire
+    A row keeps its age in steps, but is never older than ``current.steps``. If rows of
+    both tables expire after a time, the row is younger where it would otherwise expire
     earlier than there.
 
     Args:
         last_step: (N,) int64. The last steps by the clock of ``saved``.
         saved: The state of the table that the rows come from.
-        own: The state of the table that the rows are written to.
+        current: The state of the table that the rows are written to.
     """
-    moved = (last_step - saved.steps + own.steps).clamp(0, own.steps)
-    if saved.times is None or own.times is None:
+    age = saved.steps - last_step
+    moved = (current.steps - age).clamp(0, current.steps)
+    if saved.times is None or current.times is None:
         return moved
     steps, times = _ticks(saved.times)
     # All steps before a tick's step were made before its time, and all steps before the
     # save.
-    upper = torch.cat([times, torch.tensor([saved.times[1]])])
-    made_before = upper[torch.searchsorted(steps, last_step, right=True)]
-    own_steps, own_times = _ticks(own.times)
+    ends = torch.cat([times, torch.tensor([saved.times[1]])])
+    made_before = ends[torch.searchsorted(steps, last_step, right=True)]
+    current_steps, current_times = _ticks(current.times)
     # The steps from a tick's step on were made at its time or later.
-    earlier_ticks = torch.searchsorted(own_times, made_before, right=True)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), own_steps])
-    return moved.maximum(starts[earlier_ticks]).clamp(0, own.steps)
+    earlier_ticks = torch.searchsorted(current_times, made_before, right=True)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), current_steps])
+    return moved.maximum(starts[earlier_ticks]).clamp(0, current.steps)
 
 
 def _ticks(times: tuple[int, ...]) -> tuple[Tensor, Tensor]:

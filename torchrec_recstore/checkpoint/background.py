@@ -54,7 +54,10 @@ class AsyncSave:
         self._info: CheckpointInfo | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._write, args=(write,), name="checkpoint", daemon=False
+            target=self._write,
+            args=(write,),
+            name="checkpoint",
+            daemon=False,
         )
         _open.add(self)
         try:
@@ -115,7 +118,9 @@ def _start_reporter() -> None:
     global _reporter
     if _reporter is None or not _reporter.is_alive():
         _reporter = threading.Thread(
-            target=_report_at_end, name="checkpoint-errors", daemon=False
+            target=_report_at_end,
+            name="checkpoint-errors",
+            daemon=False,
         )
         _reporter.start()
 
@@ -137,14 +142,14 @@ def _report() -> None:
     """Prints which saves are not written, and why, and makes the exit status 1."""
     for save in list(_open):
         if not save.done():
-            why = "It was being written when the process was interrupted.\n"
+            reason = "It was being written when the process was interrupted.\n"
         elif (error := save.unreported_error()) is not None:
-            why = "".join(traceback.format_exception(error))
+            reason = "".join(traceback.format_exception(error))
         else:
             continue
         _open.discard(save)
         print(
-            f"async_save: the checkpoint {save._path} has not been written.\n{why}",
+            f"async_save: the checkpoint {save._path} has not been written.\n{reason}",
             file=sys.stderr,
             flush=True,
         )

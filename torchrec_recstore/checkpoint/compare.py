@@ -18,9 +18,10 @@ from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo
 from torchrec_recstore.checkpoint.reader import saved_state
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.row_types import values
+from torchrec_recstore.store import Part
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.parts import STAMPS
-from torchrec_recstore.store.table_state import no_sightings
+from torchrec_recstore.store.table_state import Sightings, no_sightings
 
 _FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -62,10 +63,9 @@ class CheckpointDifference:
     @property
     def equal(self) -> bool:
         """Whether both checkpoints load to the same state."""
-        return (
-            all(each.equal for each in (*self.tables.values(), self.dense))
-            and not self.training_state
-        )
+        differences = [*self.tables.values(), self.dense]
+        has_equal_parts = all(difference.equal for difference in differences)
+        return has_equal_parts and not self.training_state
 
 
 def compare_chains(
@@ -81,21 +81,23 @@ def compare_chains(
     called with the number of rows read from both since its last call. Raises ValueError
     if a table has different dims in the two checkpoints.
     """
-    before, after = first[-1], second[-1]
-    names = sorted({*before.tables, *after.tables})
-    for name in names:
-        dims = [
-            info.tables[name].dim for info in (before, after) if name in info.tables
-        ]
-        if len(set(dims)) > 1:
+    first_info = first[-1]
+    second_info = second[-1]
+    for name in sorted(first_info.tables.keys() & second_info.tables.keys()):
+        first_dim = first_info.tables[name].dim
+        second_dim = second_info.tables[name].dim
+        if first_dim != second_dim:
             raise ValueError(
-                f"table {name!r} is of dim {dims[0]} in {before.path} and of dim"
-                f" {dims[1]} in {after.path}"
+                f"table {name!r} is of dim {first_dim} in {first_info.path} and of dim"
+                f" {second_dim} in {second_info.path}"
             )
+    tables = {}
+    for name in sorted({*first_info.tables, *second_info.tables}):
+        tables[name] = _compare_tables(first, second, name, on_rows)
     return CheckpointDifference(
-        tables={name: _compare_tables(first, second, name, on_rows) for name in names},
-        dense=_compare_dense(before, after),
-        training_state=_differs(before.training_state, after.training_state),
+        tables=tables,
+        dense=_compare_dense(first_info, second_info),
+        training_state=_differs(first_info.training_state, second_info.training_state),
     )
 
 
@@ -105,49 +107,70 @@ def _compare_tables(
     name: str,
     on_rows: Callable[[int], object],
 ) -> Difference:
-    before, after = first[-1].tables.get(name), second[-1].tables.get(name)
-    if before is None or after is None:
+    first_info = first[-1].tables.get(name)
+    second_info = second[-1].tables.get(name)
+    if first_info is None or second_info is None:
         return Difference(
-            added=after.rows if after else 0, gone=before.rows if before else 0
+            added=0 if second_info is None else second_info.rows,
+            gone=0 if first_info is None else first_info.rows,
         )
-    pairs = {fact: (getattr(before, fact), getattr(after, fact)) for fact in _FACTS}
-    facts = {fact: (a, b) for fact, (a, b) in pairs.items() if a != b} | _sightings(
-        first[-1], second[-1], name
-    )
+    facts: dict[str, tuple[object, object]] = {}
+    for fact in _FACTS:
+        first_value = getattr(first_info, fact)
+        second_value = getattr(second_info, fact)
+        if first_value != second_value:
+            facts[fact] = (first_value, second_value)
+    facts |= _sightings(first[-1], second[-1], name)
     difference = Difference(facts=facts)
     columns = common_columns(name, [*first, *second])
-    one, other = FoldedTable(first, name, columns), FoldedTable(second, name, columns)
-    compared = [
-        "weight",
-        *(state for state in one.states if state in other.states),
-        *STAMPS,
-    ]
-    none = torch.empty(0, dtype=torch.int64)
-    for shards, other_shards in together(one, other):
-        ids, other_ids = (
-            parts[0].ids if parts else none for parts in (shards, other_shards)
-        )
-        common, other_common = among(ids, other_ids), among(other_ids, ids)
-        picked, other_picked = (
-            slice(None) if mask.all() else mask for mask in (common, other_common)
-        )
-        changed = torch.zeros(int(common.sum()), dtype=torch.bool)
-        # A list is empty after the last row.
-        for shard, other_shard in zip(shards, other_shards, strict=False):
-            for key in compared:
-                pair = shard.rows[key][picked], other_shard.rows[key][other_picked]
-                if torch.uint8 in (pair[0].dtype, pair[1].dtype):
-                    pair = values(pair[0]), values(pair[1])
-                now, largest = _changes(*pair)
-                changed |= now
-                if key not in STAMPS:
-                    _grow(difference.largest, key, largest)
-        difference.both += len(changed)
-        difference.added += int((~other_common).sum())
-        difference.gone += int((~common).sum())
-        difference.changed += int(changed.sum())
-        on_rows(len(ids) + len(other_ids))
+    first_table = FoldedTable(first, name, columns)
+    second_table = FoldedTable(second, name, columns)
+    states = [state for state in first_table.states if state in second_table.states]
+    keys = ["weight", *states, *STAMPS]
+    for first_parts, second_parts in together(first_table, second_table):
+        _compare_windows(first_parts, second_parts, keys, difference)
+        on_rows(len(_ids(first_parts)) + len(_ids(second_parts)))
     return difference
+
+
+def _ids(parts: Sequence[Part]) -> Tensor:
+    """Returns the ids of a window of rows, of which there is no part after the last
+    row.
+    """
+    return parts[0].ids if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _compare_windows(
+    first: Sequence[Part],
+    second: Sequence[Part],
+    keys: Sequence[str],
+    difference: Difference,
+) -> None:
+    """Adds the differences between the rows of a range of ids in two tables.
+
+    The windows have a part for each range of columns, or are empty.
+    """
+    in_second = among(_ids(first), _ids(second))
+    in_first = among(_ids(second), _ids(first))
+    # A slice does not copy the rows.
+    first_rows = slice(None) if in_second.all() else in_second
+    second_rows = slice(None) if in_first.all() else in_first
+    changed = torch.zeros(int(in_second.sum()), dtype=torch.bool)
+    for first_part, second_part in zip(first, second, strict=False):
+        for key in keys:
+            first_values = first_part.rows[key][first_rows]
+            second_values = second_part.rows[key][second_rows]
+            if torch.uint8 in (first_values.dtype, second_values.dtype):
+                first_values = values(first_values)
+                second_values = values(second_values)
+            differs, largest = _changes(first_values, second_values)
+            changed |= differs
+            if key not in STAMPS:
+                _grow(difference.largest, key, largest)
+    difference.both += len(changed)
+    difference.added += int((~in_first).sum())
+    difference.gone += int((~in_second).sum())
+    difference.changed += int(changed.sum())
 
 
 def nonfinite_rows(chain: Sequence[CheckpointInfo], name: str) -> int:
@@ -156,89 +179,104 @@ def nonfinite_rows(chain: Sequence[CheckpointInfo], name: str) -> int:
     All files must have passed ``check_files``.
     """
     count = 0
-    for shards in FoldedTable(chain, name):
-        tensors = [
-            tensor
-            for shard in shards
-            for key, tensor in shard.rows.items()
-            if key not in STAMPS
-        ]
-        finite = [
-            values(each).isfinite().view(len(each), -1).all(1) for each in tensors
-        ]
-        count += int((~torch.stack(finite).all(0)).sum())
+    for parts in FoldedTable(chain, name):
+        is_finite = torch.ones(len(_ids(parts)), dtype=torch.bool)
+        for part in parts:
+            for key, tensor in part.rows.items():
+                if key not in STAMPS:
+                    cells = values(tensor).isfinite().view(len(tensor), -1)
+                    is_finite &= cells.all(1)
+        count += int((~is_finite).sum())
     return count
 
 
 def _sightings(
-    before: CheckpointInfo, after: CheckpointInfo, name: str
+    first: CheckpointInfo,
+    second: CheckpointInfo,
+    name: str,
 ) -> dict[str, tuple[object, object]]:
     """Returns the sums of the counts of admission if any count differs."""
-    counted = (
-        saved_state(info, name).sightings or no_sightings() for info in (before, after)
-    )
-    one, other = (
-        sightings.take(sightings.ids.argsort(stable=True)) for sightings in counted
-    )
-    same = all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    return (
-        {} if same else {"sightings": (int(one.counts.sum()), int(other.counts.sum()))}
-    )
+    first_counts = _ordered_sightings(first, name)
+    second_counts = _ordered_sightings(second, name)
+    for first_tensor, second_tensor in zip(first_counts, second_counts, strict=True):
+        if not torch.equal(first_tensor, second_tensor):
+            first_sum = int(first_counts.counts.sum())
+            second_sum = int(second_counts.counts.sum())
+            return {"sightings": (first_sum, second_sum)}
+    return {}
 
 
-def _compare_dense(before: CheckpointInfo, after: CheckpointInfo) -> Difference:
-    one, other = (
-        safetensors.torch.load_file(info.path / DENSE) if DENSE in info.files else {}
-        for info in (before, after)
-    )
-    both = one.keys() & other.keys()
+def _ordered_sightings(info: CheckpointInfo, name: str) -> Sightings:
+    sightings = saved_state(info, name).sightings or no_sightings()
+    return sightings.take(sightings.ids.argsort(stable=True))
+
+
+def _compare_dense(first: CheckpointInfo, second: CheckpointInfo) -> Difference:
+    first_tensors = _dense_tensors(first)
+    second_tensors = _dense_tensors(second)
+    common = first_tensors.keys() & second_tensors.keys()
     difference = Difference(
-        both=len(both), added=len(other.keys() - both), gone=len(one.keys() - both)
+        both=len(common),
+        added=len(second_tensors.keys() - common),
+        gone=len(first_tensors.keys() - common),
     )
-    for name in sorted(both):
-        if one[name].shape != other[name].shape:
+    for name in sorted(common):
+        first_tensor = first_tensors[name]
+        second_tensor = second_tensors[name]
+        if first_tensor.shape != second_tensor.shape:
             difference.changed += 1
             continue
-        changed, largest = _changes(_as_row(one[name]), _as_row(other[name]))
+        changed, largest = _changes(_as_row(first_tensor), _as_row(second_tensor))
         difference.changed += int(changed)
         _grow(difference.largest, "weight", largest)
     return difference
 
 
-def _changes(one: Tensor, other: Tensor) -> tuple[Tensor, float]:
+def _dense_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
+    if DENSE not in info.files:
+        return {}
+    return safetensors.torch.load_file(info.path / DENSE)
+
+
+def _changes(first: Tensor, second: Tensor) -> tuple[Tensor, float]:
     """Returns which of N rows, (N,) or (N, columns), differ in any bit, (N,) bool, and
     the largest change or NaN.
     """
-    if one.dtype == other.dtype:
-        bits = _BITS[one.element_size()]
-        differs = one.contiguous().view(bits) != other.contiguous().view(bits)
+    if first.dtype == second.dtype:
+        bits = _BITS[first.element_size()]
+        differs = first.contiguous().view(bits) != second.contiguous().view(bits)
     else:
-        differs = one.double() != other.double()
-    changes = (one[differs].double() - other[differs].double()).abs()
-    return differs.any(dim=1) if differs.dim() == 2 else differs, (
-        float(changes.max()) if len(changes) else 0.0
-    )
+        differs = first.double() != second.double()
+    changes = (first[differs].double() - second[differs].double()).abs()
+    largest = float(changes.max()) if len(changes) else 0.0
+    if differs.dim() == 2:
+        differs = differs.any(dim=1)
+    return differs, largest
 
 
 def _grow(largest: dict[str, float], key: str, change: float) -> None:
-    # keeps NaN
-    largest[key] = float(
-        torch.tensor([largest.get(key, 0.0), change], dtype=torch.float64).max()
-    )
+    """Keeps the larger one of the changes; NaN is larger than any number."""
+    changes = torch.tensor([largest.get(key, 0.0), change], dtype=torch.float64)
+    largest[key] = float(changes.max())
 
 
-def _differs(one: Any, other: Any) -> bool:
-    first: dict[str, Tensor] = {}
-    second: dict[str, Tensor] = {}
-    if encode(one, first) != encode(other, second):
+def _differs(first: Any, second: Any) -> bool:
+    """Returns whether two training states differ."""
+    first_tensors: dict[str, Tensor] = {}
+    second_tensors: dict[str, Tensor] = {}
+    if encode(first, first_tensors) != encode(second, second_tensors):
         return True
-    pairs = [(first[name], second[name]) for name in first]
-    return any(
-        a.dtype != b.dtype
-        or a.shape != b.shape
-        or bool(_changes(_as_row(a), _as_row(b))[0])
-        for a, b in pairs
-    )
+    for name, first_tensor in first_tensors.items():
+        second_tensor = second_tensors[name]
+        if (
+            first_tensor.dtype != second_tensor.dtype
+            or first_tensor.shape != second_tensor.shape
+        ):
+            return True
+        changed, _ = _changes(_as_row(first_tensor), _as_row(second_tensor))
+        if changed:
+            return True
+    return False
 
 
 def _as_row(tensor: Tensor) -> Tensor:

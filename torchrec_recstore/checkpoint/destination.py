@@ -45,7 +45,9 @@ class Destination(AbstractContextManager["Destination"]):
         overwrite: bool = False,
         bases: Sequence[CheckpointInfo] = (),
     ) -> None:
-        self.path, self._overwrite, self._bases = path, overwrite, bases
+        self.path = path
+        self._overwrite = overwrite
+        self._bases = bases
         self._staging: Path | None = None
         self._check()
         make_directory(path.parent)
@@ -54,7 +56,9 @@ class Destination(AbstractContextManager["Destination"]):
             for base in bases:
                 try:
                     locks.enter_context(path_lock(base.path, needed_by=path))
-                except OSError as error:  # Without write access there is no lock; publish finds a replaced base.
+                except OSError as error:
+                    # Without write access there is no lock; publish finds a replaced
+                    # base.
                     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                         raise
             _check_unchanged(bases)
@@ -71,8 +75,8 @@ class Destination(AbstractContextManager["Destination"]):
         """Creates the directory for the files, and removes the directories of dead
         processes.
         """
-        for rest in leftovers(self.path):
-            shutil.rmtree(rest, ignore_errors=True)
+        for leftover in leftovers(self.path):
+            shutil.rmtree(leftover, ignore_errors=True)
         staging = self.path.with_name(staging_name(self.path))
         staging.mkdir()
         self._staging = staging
@@ -137,13 +141,13 @@ class Destination(AbstractContextManager["Destination"]):
                 " alone"
             )
         _check_own_files(self.path, self.path)
-        own = _metadata(self.path)
+        metadata = _metadata(self.path)
+        if metadata is None:
+            return
         for entry in self.path.parent.iterdir():
-            if (
-                own is not None
-                and not is_staging(entry)
-                and _needs(entry, self.path, own.checksum)
-            ):
+            if is_staging(entry):
+                continue
+            if _needs(entry, self.path, metadata.checksum):
                 raise FileExistsError(
                     f"{self.path} is needed to load {entry}, which is a delta of it:"
                     " save to another path, or fold that delta first (recstore"
@@ -166,10 +170,10 @@ def _check_own_files(directory: Path, path: Path) -> None:
     """Refuses to replace a checkpoint, now in ``directory``, with files that do not
     belong to it.
     """
-    there = set(os.listdir(directory))
-    if not there:
+    names = set(os.listdir(directory))
+    if not names:
         return
-    if METADATA not in there:
+    if METADATA not in names:
         raise FileExistsError(
             f"{path} is no checkpoint: overwrite=True replaces checkpoints alone"
         )
@@ -179,14 +183,14 @@ def _check_own_files(directory: Path, path: Path) -> None:
             f"{path} has damaged metadata, so that its own files are not known: delete"
             " it, or save to another path"
         )
-    foreign = sorted(there - metadata.files - {METADATA})
+    foreign = sorted(names - metadata.files - {METADATA})
     if foreign:
-        names = ", ".join(foreign[:3]) + (
-            f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-        )
+        listed = ", ".join(foreign[:3])
+        if len(foreign) > 3:
+            listed += f" and {len(foreign) - 3} more"
         raise FileExistsError(
             f"{path} contains files that do not belong to the checkpoint and would be"
-            f" deleted with it: {names}; move them away, or save to another path"
+            f" deleted with it: {listed}; move them away, or save to another path"
         )
 
 
@@ -207,17 +211,16 @@ def _needs(delta: Path, path: Path, checksum: str) -> bool:
     """Returns whether ``delta`` is a delta of the checkpoint at ``path``, or a delta of
     a delta of it.
     """
-    seen: set[str] = set()
+    base_paths: set[str] = set()
     metadata = _metadata(delta)
-    while (
-        metadata is not None
-        and metadata.base is not None
-        and metadata.base[0] not in seen
-    ):
-        if metadata.base == (os.fspath(path), checksum):
+    while metadata is not None and metadata.base is not None:
+        base_path, base_checksum = metadata.base
+        if base_path in base_paths:
+            return False  # a circle
+        if base_path == os.fspath(path) and base_checksum == checksum:
             return True
-        seen.add(metadata.base[0])
-        metadata = _metadata(Path(metadata.base[0]))
+        base_paths.add(base_path)
+        metadata = _metadata(Path(base_path))
     return False
 
 
@@ -228,31 +231,33 @@ def _metadata(path: Path) -> _Metadata | None:
     try:
         path = path.resolve()
         document = json.loads((path / METADATA).read_bytes())
-        of = document["delta_of"]
-        base = (
-            None
-            if of is None
-            else (os.path.realpath(path.parent / of["path"]), str(of["checksum"]))
-        )
+        delta_of = document["delta_of"]
+        base = None
+        if delta_of is not None:
+            base_path = os.path.realpath(path.parent / delta_of["path"])
+            base = (base_path, str(delta_of["checksum"]))
         return _Metadata(str(document["checksum"]), frozenset(document["files"]), base)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _exchange(one: Path, other: Path) -> None:
+def _exchange(source: Path, target: Path) -> None:
+    """Exchanges two directories in one atomic operation."""
     # rename() cannot replace a directory that contains files. If the directory were
     # removed first, there would be no checkpoint for a moment.
     libc = ctypes.CDLL(None, use_errno=True)
-    if (
-        libc.renameat2(
-            _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
-        )
-        != 0
-    ):
+    status = libc.renameat2(
+        _AT_FDCWD,
+        os.fsencode(source),
+        _AT_FDCWD,
+        os.fsencode(target),
+        _RENAME_EXCHANGE,
+    )
+    if status != 0:
         code = ctypes.get_errno()
-        hint = (
-            ": this filesystem cannot exchange directories, save to a new path"
-            if code == errno.EINVAL
-            else ""
-        )
-        raise OSError(code, os.strerror(code) + hint, os.fspath(other))
+        reason = os.strerror(code)
+        if code == errno.EINVAL:
+            reason += (
+                ": this filesystem cannot exchange directories, save to a new path"
+            )
+        raise OSError(code, reason, os.fspath(target))

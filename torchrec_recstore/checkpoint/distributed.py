@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.checkpoint.reader import held_rows, overlap
 from torchrec_recstore.checkpoint.stock import fill
@@ -32,7 +33,7 @@ from torchrec_recstore.checkpoint.warm_start import (
     WarmStart,
     named,
 )
-from torchrec_recstore.optim import state_names
+from torchrec_recstore.optim import StateKind, state_names
 from torchrec_recstore.sharders.gather import (
     all_gathered,
     refused_together,
@@ -128,31 +129,17 @@ def load_distributed_checkpoint(
             f"there is no checkpoint of torch.distributed.checkpoint at {checkpoint_id}"
         )
     tensors = _SavedTensors(checkpoint_id)
-    every_table = recstore_tables(model)
-    mine = {table.weight_key for table in every_table}
+    stock = _StockEntries(model, optimizer=warm.optimizer)
     env = whole_environment()
-    with rows_left_out(model):
-        weights = {
-            key: value for key, value in model.state_dict().items() if key not in mine
-        }
-        own_states = model.fused_optimizer.state_dict()["state"]
-    stock_states: dict[str, Any] = {}
-    if warm.optimizer:
-        stock_states = {
-            key: states
-            for key, states in own_states.items()
-            if key not in mine and states
-        }
-    of_stock = {
-        f"{key}.{name}" for key, states in stock_states.items() for name in states
-    }
-    # A rank only has the keys of its shards.
-    of_stock = {key for keys in all_gathered(of_stock, env) for key in keys}
+    stock_keys = stock.state_keys(env)
     loaded: list[tuple[Table, Table]] = []
     with refused_together(env):
         sources = _TableKeys(model, warm)
         prefix = _prefix(
-            tensors.saved, {*sources.likely_keys, *weights}, "model_key", model_key
+            tensors.saved,
+            {*sources.likely_keys, *stock.weights},
+            "model_key",
+            model_key,
         )
         if prefix is None:
             fix = "load_distributed_state loads the state of an optimizer alone"
@@ -160,75 +147,126 @@ def load_distributed_checkpoint(
                 f"the checkpoint {checkpoint_id} has no table and no tensor of the"
                 f" model: {fix}"
             )
-        saved_keys = {
-            key.removeprefix(prefix) for key in tensors.saved if key.startswith(prefix)
-        }
+        saved_keys = _without_prefix(tensors.saved, prefix)
         keys = sources.in_checkpoint(saved_keys, strict=strict)
-        of_tables = {f"{key}.rows.id" for key in [*keys.values(), *sources.likely_keys]}
+        state_keys = set(stock_keys)
+        for key in [*keys.values(), *sources.likely_keys]:
+            state_keys.add(f"{key}.rows.id")
         states_prefix = _prefix(
-            tensors.saved, of_tables | of_stock, "optimizer_key", optimizer_key
+            tensors.saved,
+            state_keys,
+            "optimizer_key",
+            optimizer_key,
         )
         if warm.tables is None and not strict:
-            # A table that a function makes must be in the checkpoint.
-            keys = {
-                t: key
-                for t, key in keys.items()
-                if prefix + key in tensors.saved or t in sources.functions
-            }
+            for table in list(keys):
+                # A table that a function makes must be in the checkpoint.
+                if keys[table] not in saved_keys and table not in sources.functions:
+                    del keys[table]
         tensors.check_files()
         saved_tables = []
         for table, key in keys.items():
-            conversion = None
+            without_state = None
             if not warm.optimizer or table.state.options.frozen:
-                saved_dim = (*tensors.shape(prefix + key), 0, 0)[1]
-                function = sources.functions.get(table)
-                conversion = RowsWithoutState(
-                    table.name, table.state.optimizer, saved_dim, table.dim, function
+                without_state = RowsWithoutState(
+                    table.name,
+                    table.state.optimizer,
+                    tensors.saved_dim(prefix + key),
+                    table.dim,
+                    sources.functions.get(table),
                 )
+            states_begin = f"{states_prefix}{key}.rows."
             saved_tables.append(
-                _SavedTable(
-                    tensors,
-                    table,
-                    prefix + key,
-                    f"{states_prefix}{key}.rows.",
-                    conversion,
-                )
+                _SavedTable(tensors, table, prefix + key, states_begin, without_state)
             )
-        for saved in saved_tables:
-            saved.check()
+        for saved_table in saved_tables:
+            saved_table.check()
         if strict and warm.optimizer:
-            found = [
-                key
-                for key in tensors.saved
-                if states_prefix is not None and key.startswith(states_prefix)
-            ]
-            names = {key.removeprefix(states_prefix or "") for key in found}
-            _check_states(keys, of_stock if warm.tables is None else (), names)
-        for saved in saved_tables:
-            loaded += saved.loaded()
+            saved_states: set[str] = set()
+            if states_prefix is not None:
+                saved_states = _without_prefix(tensors.saved, states_prefix)
+            needed = stock_keys if warm.tables is None else set()
+            _check_states(keys, needed, saved_states)
+        for saved_table in saved_tables:
+            loaded += saved_table.loaded()
         check_replaceable(old for old, _ in loaded)
     if warm.tables is None:
-        # DCP loads all entries except the RecStore tables, into the model's own
-        # tensors.
-        state: dict[str, Any] = {prefix + key: value for key, value in weights.items()}
+        stock.load(checkpoint_id, prefix, states_prefix, strict=strict)
+    exchange_all(loaded)
+    for table in keys:
+        table.module.recstore_state.forget_replaced(table.config_name)
+
+
+def _without_prefix(keys: Iterable[str], prefix: str) -> set[str]:
+    """Returns the keys that begin with the prefix, without it."""
+    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+
+
+class _StockEntries:
+    """The entries of the states of a model and of its fused optimizer that do not
+    belong to RecStore tables. DCP loads them into the model's own tensors.
+    """
+
+    def __init__(self, model: DistributedModelParallel, *, optimizer: bool) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self.weights: dict[str, Any] = {}
+        # The states of TorchRec's own tables, by the keys of their weights. Without
+        # optimizer, no states are loaded.
+        self._states: dict[str, Any] = {}
+        recstore_keys = {table.weight_key for table in recstore_tables(model)}
+        with rows_left_out(model):
+            for key, value in model.state_dict().items():
+                if key not in recstore_keys:
+                    self.weights[key] = value
+            self._all_states = model.fused_optimizer.state_dict()["state"]
+        if optimizer:
+            for key, states in self._all_states.items():
+                if states and key not in recstore_keys:
+                    self._states[key] = states
+
+    def state_keys(self, env: ShardingEnv) -> set[str]:
+        """Returns the keys of the optimizer states of all ranks. Collective."""
+        keys: set[str] = set()
+        for key, states in self._states.items():
+            for name in states:
+                keys.add(f"{key}.{name}")
+        # A rank only has the keys of its shards.
+        return set().union(*all_gathered(keys, env))
+
+    def load(
+        self,
+        checkpoint_id: str | Path,
+        prefix: str,
+        states_prefix: str | None,
+        *,
+        strict: bool,
+    ) -> None:
+        """Loads the entries, whose keys have these prefixes in the checkpoint.
+
+        Collective.
+        """
+        state: dict[str, Any] = {}
+        for key, value in self.weights.items():
+            state[prefix + key] = value
         if states_prefix is not None:
-            state |= {
-                states_prefix + key: states for key, states in stock_states.items()
-            }
+            for key, states in self._states.items():
+                state[states_prefix + key] = states
         if state:
             load(
                 state,
                 checkpoint_id=checkpoint_id,
                 planner=DefaultLoadPlanner(allow_partial_load=not strict),
             )
-        with rows_left_out(model):
-            model.load_state_dict({key: state[prefix + key] for key in weights})
-            if states_prefix is not None and warm.optimizer:
-                new = {key: state[states_prefix + key] for key in stock_states}
-                model.fused_optimizer.load_state_dict({"state": {**own_states, **new}})
-    exchange_all(loaded)
-    for table in keys:
-        table.module.recstore_state.forget_replaced(table.config_name)
+        with rows_left_out(self._model):
+            self._model.load_state_dict(
+                {key: state[prefix + key] for key in self.weights}
+            )
+            if states_prefix is not None and self._optimizer:
+                new_states = dict(self._all_states)
+                for key in self._states:
+                    new_states[key] = state[states_prefix + key]
+                self._model.fused_optimizer.load_state_dict({"state": new_states})
 
 
 class _TableKeys:
@@ -241,17 +279,19 @@ class _TableKeys:
         self._chosen = recstore_tables(model)
         if warm.tables is not None:
             self._chosen = list(tables_named(model, warm.tables).values())
-        sources = {target: source for source, target in warm.rename.items()}
         renamed = tables_named(model, warm.rename.values())
-        self._sources = {table: sources[target] for target, table in renamed.items()}
-        self.functions = {
-            table: warm.rows[name]
-            for name, table in tables_named(model, warm.rows).items()
-        }
-        for argument, tables in (("rename", self._sources), ("rows", self.functions)):
-            for table in tables:
-                if table not in self._chosen:
-                    raise warm.not_chosen(argument, table.name)
+        self._sources: dict[ModelTable, str] = {}
+        for source, target in warm.rename.items():
+            self._sources[renamed[target]] = source
+        self.functions: dict[ModelTable, RowFunction] = {}
+        for name, table in tables_named(model, warm.rows).items():
+            self.functions[table] = warm.rows[name]
+        for table in self._sources:
+            if table not in self._chosen:
+                raise warm.not_chosen("rename", table.name)
+        for table in self.functions:
+            if table not in self._chosen:
+                raise warm.not_chosen("rows", table.name)
         self.likely_keys = {self._likely_key(table) for table in self._chosen}
         """The keys if tables were renamed within their collections."""
 
@@ -262,15 +302,14 @@ class _TableKeys:
         belongs to several tables; or if a table that must be loaded, which with
         ``strict`` is every table, has no source because of a renaming.
         """
-        keys = {
-            table: self._renamed_key(table, source, saved)
-            for table, source in self._sources.items()
-        }
-        taken = set(keys.values())
+        keys = {}
+        for table, source in self._sources.items():
+            keys[table] = self._renamed_key(table, source, saved)
+        renamed_keys = set(keys.values())
         for table in self._chosen:
             if table in keys:
                 continue
-            if table.weight_key in taken:
+            if table.weight_key in renamed_keys:
                 if strict or self._warm.tables is not None or table in self.functions:
                     raise self._warm.without_source(table.name)
                 continue
@@ -284,36 +323,46 @@ class _TableKeys:
     def _renamed_key(self, table: ModelTable, source: str, saved: Set[str]) -> str:
         if table.key_of(source) in saved:
             return table.key_of(source)
-        known: dict[str, list[str]] = {}
+        keys_by_name: dict[str, list[str]] = {}
         for key in sorted(saved):
-            for container in (".embedding_bags.", ".embeddings."):
-                path, _, rest = f".{key}".rpartition(container)
-                name = rest.removesuffix(".weight")
-                if rest.endswith(".weight") and "." not in name:
-                    path = path.removeprefix(".").removesuffix(
-                        "._embedding_bag_collection"
-                    )
-                    full_name = f"{path}.{name}" if path else name
-                    for known_name in {name, full_name}:
-                        known.setdefault(known_name, []).append(key)
-        matching = known.get(source, [])
-        if not matching:
+            for name in _table_names(key):
+                keys_by_name.setdefault(name, []).append(key)
+        matching_keys = keys_by_name.get(source, [])
+        if not matching_keys:
             raise ValueError(
                 f"rename: the checkpoint has no table {source!r}; it has"
-                f" {named(known)}. The keys of rename are names in the checkpoint, and"
-                " the values are names in the model"
+                f" {named(keys_by_name)}. The keys of rename are names in the"
+                " checkpoint, and the values are names in the model"
             )
-        if len(matching) > 1:
+        if len(matching_keys) > 1:
             raise ValueError(
                 f"rename: the checkpoint has several tables {source!r}: name one of"
-                f" {', '.join(matching)} by the path of its collection, a dot and its"
-                " name"
+                f" {', '.join(matching_keys)} by the path of its collection, a dot and"
+                " its name"
             )
-        return matching[0]
+        return matching_keys[0]
+
+
+def _table_names(key: str) -> set[str]:
+    """Returns the name and the full name of the table that has its weights under this
+    key; no names if the key is not of the weights of a table.
+    """
+    names: set[str] = set()
+    for container in (".embedding_bags.", ".embeddings."):
+        path, _, parameter = f".{key}".rpartition(container)
+        name = parameter.removesuffix(".weight")
+        if parameter.endswith(".weight") and "." not in name:
+            path = path.removeprefix(".").removesuffix("._embedding_bag_collection")
+            names.add(name)
+            names.add(f"{path}.{name}" if path else name)
+    return names
 
 
 def load_distributed_state(
-    state_dict: dict[str, Any], *, checkpoint_id: str | Path, **arguments: Any
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | Path,
+    **arguments: Any,
 ) -> None:
     """Loads a checkpoint into a ``state_dict``, as
     ``torch.distributed.checkpoint.load`` does.
@@ -334,21 +383,17 @@ def load_distributed_state(
         checkpoint_id: The checkpoint's directory.
         arguments: The other arguments of ``torch.distributed.checkpoint.load``.
     """
-    saved = (
-        (arguments.get("storage_reader") or FileSystemReader(checkpoint_id))
-        .read_metadata()
-        .state_dict_metadata
-    )
-    stock = list(_sized(state_dict, "", saved))
+    reader = arguments.get("storage_reader") or FileSystemReader(checkpoint_id)
+    saved = reader.read_metadata().state_dict_metadata
+    stock_tables = list(_sized(state_dict, "", saved))
     load(state_dict, checkpoint_id=checkpoint_id, **arguments)
-    for of_module, key, value in stock:
-        ids, rows, table = (
-            of_module.pop(f"{key}_id"),
-            of_module[key],
-            torch.zeros(value.size()),
-        )
-        of_module[key] = value
-        if outside := int(((ids < 0) | (ids >= len(table))).sum()):
+    for module_state, key, value in stock_tables:
+        ids = module_state.pop(f"{key}_id")
+        rows = module_state[key]
+        table = torch.zeros(value.size())
+        module_state[key] = value
+        outside = int(((ids < 0) | (ids >= len(table))).sum())
+        if outside:
             raise ValueError(
                 f"{key}: the checkpoint has {outside} ids outside [0, {len(table)}),"
                 " and row i is id i"
@@ -358,36 +403,37 @@ def load_distributed_state(
 
 
 def _sized(
-    state: dict[str, Any], prefix: str, saved: Mapping[str, Any]
+    state: dict[str, Any],
+    prefix: str,
+    saved: Mapping[str, Any],
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Gives the entries of RecStore tables the saved keys and sizes.
 
-    Yields the ones that TorchRec's own tables had.
+    Yields the entries of TorchRec's own tables that RecStore tables replace: the dict
+    that has the entry, its key, and its value.
     """
-
-    def empty(entry: TensorStorageMetadata) -> Tensor:
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
-
     for key, value in list(state.items()):
         name = prefix + key
         # the optimizer state of a table
         if isinstance(value, dict) and f"{name}.columns" in saved:
-            state[key] = {
-                k[len(name) + 1 :]: empty(saved[k])
-                for k in saved
-                if k.startswith(f"{name}.")
-            }
+            states = {}
+            for saved_key, entry in saved.items():
+                if saved_key.startswith(f"{name}."):
+                    states[saved_key.removeprefix(f"{name}.")] = _empty(entry)
+            state[key] = states
         elif isinstance(value, dict):
             yield from _sized(value, f"{name}.", saved)
         elif name in saved and (f"{key}_rows" in state or f"{name}_id" in saved):
             if state.pop(f"{key}_rows", None) is None:
                 yield state, key, value
             state.pop(f"{key}_id", None)
-            state |= {
-                key + end: empty(saved[name + end])
-                for end in ("", "_id")
-                if name + end in saved
-            }
+            state[key] = _empty(saved[name])
+            if f"{name}_id" in saved:
+                state[f"{key}_id"] = _empty(saved[f"{name}_id"])
+
+
+def _empty(entry: TensorStorageMetadata) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 class _SavedTensors:
@@ -398,24 +444,24 @@ class _SavedTensors:
         self._reader = FileSystemReader(checkpoint_id)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        # of each entry, by key
+        # The metadata of each entry, by its key.
         self.saved: Mapping[str, Any] = self._metadata.state_dict_metadata
 
     def check_files(self) -> None:
         """Refuses a checkpoint with a file that is missing or too short."""
-        ends: dict[str, int] = {}
+        file_bytes: dict[str, int] = {}
         for stored in self._metadata.storage_data.values():
-            ends[stored.relative_path] = max(
-                ends.get(stored.relative_path, 0), stored.offset + stored.length
-            )
-        for name, end in ends.items():
+            end = stored.offset + stored.length
+            name = stored.relative_path
+            file_bytes[name] = max(file_bytes.get(name, 0), end)
+        for name, saved_bytes in file_bytes.items():
             file = self._path / name
             if not file.exists():
                 raise ValueError(f"the checkpoint has lost a file: {file}")
-            if file.stat().st_size < end:
+            if file.stat().st_size < saved_bytes:
                 raise ValueError(
-                    f"{file} has {file.stat().st_size} bytes, and had {end} when it was"
-                    " saved"
+                    f"{file} has {file.stat().st_size} bytes, and had {saved_bytes}"
+                    " when it was saved"
                 )
 
     def check_whole(self, key: str) -> None:
@@ -427,8 +473,11 @@ class _SavedTensors:
         if not isinstance(entry, TensorStorageMetadata):
             return  # The check of its shape refuses what is not a tensor.
         stored = {(index.offset, index.fqn) for index in self._metadata.storage_data}
-        pieces = [chunk for chunk in entry.chunks if (chunk.offsets, key) in stored]
-        if sum(chunk.sizes.numel() for chunk in pieces) != entry.size.numel():
+        stored_elements = 0
+        for chunk in entry.chunks:
+            if (chunk.offsets, key) in stored:
+                stored_elements += chunk.sizes.numel()
+        if stored_elements != entry.size.numel():
             raise ValueError(f"the checkpoint {self._path} lacks pieces of {key}")
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -437,35 +486,48 @@ class _SavedTensors:
         """
         return tuple(getattr(self.saved.get(key), "size", ()))
 
+    def saved_dim(self, key: str) -> int:
+        """Returns the number of columns of the tensor with this key; 0 if there is no
+        such tensor, or if it has no columns.
+        """
+        shape = self.shape(key)
+        return shape[1] if len(shape) > 1 else 0
+
     def row_ranges(self, key: str) -> list[range]:
         """Returns the range of rows of each saved piece.
 
         Reads of other ranges would read some pieces repeatedly.
         """
-        pieces = {
-            (chunk.offsets[0], chunk.sizes[0]) for chunk in self.saved[key].chunks
-        }
+        pieces: set[tuple[int, int]] = set()
+        for chunk in self.saved[key].chunks:
+            pieces.add((chunk.offsets[0], chunk.sizes[0]))
         return [range(begin, begin + size) for begin, size in sorted(pieces) if size]
 
     def read(
-        self, keys: Mapping[str, str], rows: range | None = None
+        self,
+        keys: Mapping[str, str],
+        rows: range | None = None,
     ) -> dict[str, Tensor]:
-        """Reads the same range of rows, or all rows, of several tensors, whose keys are
-        given by their names.
+        """Reads the same range of rows of several tensors.
+
+        Args:
+            keys: The keys of the tensors, by their names in the result.
+            rows: The range of rows. Default: None, all rows.
         """
-        into, items = {}, []
+        tensors: dict[str, Tensor] = {}
+        items = []
         for key in keys.values():
-            length, *width = self.shape(key)
-            wanted = range(length) if rows is None else rows
-            into[key] = torch.empty(
-                (len(wanted), *width), dtype=self.saved[key].properties.dtype
+            n_rows, *width = self.shape(key)
+            read_rows = range(n_rows) if rows is None else rows
+            tensors[key] = torch.empty(
+                (len(read_rows), *width),
+                dtype=self.saved[key].properties.dtype,
             )
-            chunk = ChunkStorageMetadata(
-                torch.Size([wanted.start, *(0 for _ in width)]), into[key].size()
-            )
+            offsets = torch.Size([read_rows.start, *[0] * len(width)])
+            chunk = ChunkStorageMetadata(offsets, tensors[key].size())
             items += create_read_items_for_chunk_list(key, self.saved[key], [chunk])
-        self._reader.read_data(LoadPlan(items), _Into(into)).wait()
-        return {name: into[key] for name, key in keys.items()}
+        self._reader.read_data(LoadPlan(items), _Into(tensors)).wait()
+        return {name: tensors[key] for name, key in keys.items()}
 
 
 class _Into(DefaultLoadPlanner):
@@ -495,96 +557,121 @@ class _SavedTable:
         self._tensors = tensors
         self._state = table.state
         self._without_state = without_state
-        self._dim = (
-            table.dim
-            if without_state is None or without_state.function is None
-            else without_state.saved_dim
-        )
-        self._state_names = (
-            {} if without_state is not None else state_names(table.state.optimizer)
-        )
+        # The number of columns that the saved table must have.
+        self._dim = table.dim
+        self._state_names: dict[str, StateKind] = {}
+        if without_state is None:
+            self._state_names = state_names(table.state.optimizer)
+        elif without_state.function is not None:
+            self._dim = without_state.saved_dim
         self._weights = {"weight": weight_key}
         if f"{weight_key}_id" in tensors.saved:
             self._weights["weight_id"] = f"{weight_key}_id"
-        self._states = {}
+        self._states: dict[str, str] = {}
         for key in tensors.saved:
+            if not key.startswith(states_begin):
+                continue
             name = key.removeprefix(states_begin)
             # Without the states of the optimizer, the clocks and stamps remain.
-            if key.startswith(states_begin) and (
-                without_state is None or name in (*_BY_ROW, *STATE_KEYS)
-            ):
+            if without_state is None or name in (*_BY_ROW, *STATE_KEYS):
                 self._states[name] = key
 
     def check(self) -> None:
         """Refuses a table if the checkpoint lacks a part of it, or if the dim or the
         shape of a state differs.
         """
-        what, weight_key = f"table {self._state.name!r}", self._weights["weight"]
-        shape = self._tensors.shape(weight_key)
+        label = f"table {self._state.name!r}"
+        weight_key = self._weights["weight"]
         if weight_key not in self._tensors.saved:
-            raise ValueError(f"the checkpoint has no RecStore {what} ({weight_key})")
+            raise ValueError(f"the checkpoint has no RecStore {label} ({weight_key})")
+        shape = self._tensors.shape(weight_key)
         if len(shape) != 2 or shape[1] != self._dim:
             raise ValueError(
-                f"{what} is of shape {shape} in the checkpoint, its dim in the model is"
-                f" {self._state.dim}: a function in rows={{...}}, with optimizer=False,"
-                " can make rows of the other dim"
+                f"{label} is of shape {shape} in the checkpoint, its dim in the model"
+                f" is {self._state.dim}: a function in rows={{...}}, with"
+                " optimizer=False, can make rows of the other dim"
             )
-        rows = shape[:1]
-        expected: dict[str, tuple[int, ...]] = {"weight_id": rows}
-        if self._states:
-            columns: tuple[int, ...] = ()
-            if self._without_state is None:
-                self._state.check_keys(self._states)
-                columns = self._tensors.shape(self._states["columns"])
-            else:
-                self._state.check_bookkeeping(self._states)
-            expected.update(dict.fromkeys(_BY_ROW, rows))
-            for key, kind in self._state_names.items():
-                expected[key] = shape if kind == "element" else rows + columns
-        for key, stored in {**self._weights, **self._states}.items():
-            self._tensors.check_whole(stored)
-            found = self._tensors.shape(stored)
-            if found != expected.get(key, found):
+        expected_shapes = self._expected_shapes(shape)
+        for name, key in {**self._weights, **self._states}.items():
+            self._tensors.check_whole(key)
+            saved_shape = self._tensors.shape(key)
+            if name in expected_shapes and saved_shape != expected_shapes[name]:
                 raise ValueError(
-                    f"{what}: {key} is of shape {found} in the checkpoint, not"
-                    f" {expected[key]}"
+                    f"{label}: {name} is of shape {saved_shape} in the checkpoint, not"
+                    f" {expected_shapes[name]}"
                 )
+
+    def _expected_shapes(
+        self,
+        weight_shape: tuple[int, ...],
+    ) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors of a table whose weights have this shape,
+        after a check that no state is missing.
+        """
+        by_row = weight_shape[:1]
+        shapes = {"weight_id": by_row}
+        if not self._states:
+            return shapes
+        column_shards: tuple[int, ...] = ()
+        if self._without_state is None:
+            self._state.check_keys(self._states)
+            column_shards = self._tensors.shape(self._states["columns"])
+        else:
+            self._state.check_bookkeeping(self._states)
+        for name in _BY_ROW:
+            shapes[name] = by_row
+        for name, kind in self._state_names.items():
+            shapes[name] = weight_shape if kind == "element" else by_row + column_shards
+        return shapes
 
     def loaded(self) -> list[tuple[Table, Table]]:
         """Reads the table, and returns each of this rank's shards with a new table that
         holds the shard's new rows.
         """
         pairs = [(shard, shard.table.empty_copy()) for shard in self._state.shards]
-        state = TableState.from_tensors(
-            self._tensors.read(
-                {k: v for k, v in self._states.items() if k in STATE_KEYS}
-            )
-        )
+        state_keys = {}
+        for name, key in self._states.items():
+            if name in STATE_KEYS:
+                state_keys[name] = key
+        state = TableState.from_tensors(self._tensors.read(state_keys))
         if self._without_state is not None:
             state = self._without_state.state(state)
         for shard, fresh in pairs:
             fresh.set_state(state.owned(shard.owned))
-        written = [0] * len(pairs)
+        written_rows = [0] * len(pairs)
         for parts in self._parts() if pairs else ():
             for number, (shard, fresh) in enumerate(pairs):
-                mine = owned_positions(shard, parts[0].ids)
-                columns = fresh.columns
-                if self._without_state is not None:
-                    columns = self._without_state.source_columns(columns)
-                covering = [part for part in parts if overlap(part.columns, columns)]
-                rows = Part.joined([part.take(mine) for part in covering], columns)
-                if self._without_state is not None:
-                    rows = self._without_state.part(rows, fresh.columns)
-                fresh.write(rows)
-                written[number] += len(mine)
-        if any(
-            held_rows(fresh) not in (None, count)
-            for count, (_, fresh) in zip(written, pairs, strict=True)
-        ):
-            raise ValueError(
-                f"table {self._state.name!r}: the checkpoint has an id several times"
-            )
+                positions = owned_positions(shard, parts[0].ids)
+                fresh.write(self._shard_rows(parts, positions, fresh.columns))
+                written_rows[number] += len(positions)
+        for n_written, (_, fresh) in zip(written_rows, pairs, strict=True):
+            if held_rows(fresh) not in (None, n_written):
+                raise ValueError(
+                    f"table {self._state.name!r}: the checkpoint has an id several"
+                    " times"
+                )
         return [(shard.table, fresh) for shard, fresh in pairs]
+
+    def _shard_rows(
+        self,
+        parts: Sequence[Part],
+        positions: Tensor,
+        columns: range,
+    ) -> Part:
+        """Returns the rows at some positions of the parts, for a shard with these
+        columns.
+        """
+        source_columns = columns
+        if self._without_state is not None:
+            source_columns = self._without_state.source_columns(columns)
+        pieces = []
+        for part in parts:
+            if overlap(part.columns, source_columns):
+                pieces.append(part.take(positions))
+        rows = Part.joined(pieces, source_columns)
+        if self._without_state is None:
+            return rows
+        return self._without_state.part(rows, columns)
 
     def _parts(self) -> Iterator[list[Part]]:
         """Yields the rows piece by piece: for each column shard that was saved, a part
@@ -597,33 +684,31 @@ class _SavedTable:
             frequency_key(self._state.options),
             *self._state_names,
         )
-        states = {key: stored for key, stored in self._states.items() if key in names}
+        state_keys = {}
+        for name, key in self._states.items():
+            if name in names:
+                state_keys[name] = key
         starts = [0]
-        if states and self._without_state is None:
-            starts = self._tensors.read({"columns": self._states["columns"]})[
-                "columns"
-            ].tolist()
-        columns = [range(first, last) for first, last in pairwise([*starts, self._dim])]
-        for piece in self._tensors.row_ranges(
-            self._weights.get("weight_id", self._weights["weight"])
-        ):
-            rows, its_states = (
-                self._tensors.read(self._weights, piece),
-                self._tensors.read(states, piece),
-            )
+        if state_keys and self._without_state is None:
+            columns_key = {"columns": self._states["columns"]}
+            starts = self._tensors.read(columns_key)["columns"].tolist()
+        shard_columns = [range(*ends) for ends in pairwise([*starts, self._dim])]
+        ids_key = self._weights.get("weight_id", self._weights["weight"])
+        for piece in self._tensors.row_ranges(ids_key):
+            rows = self._tensors.read(self._weights, piece)
+            states = self._tensors.read(state_keys, piece)
             ids = rows.get("weight_id", torch.arange(piece.start, piece.stop))
-            if its_states and not torch.equal(its_states["id"], ids):
-                what = f"table {self._state.name!r}"
+            if states and not torch.equal(states["id"], ids):
                 raise ValueError(
-                    f"{what}: the optimizer state in the checkpoint is of other ids"
-                    " than the weights"
+                    f"table {self._state.name!r}: the optimizer state in the checkpoint"
+                    " is of other ids than the weights"
                 )
-            if not states:  # one column shard, whose state starts at zero
-                its_states = zero_states(self._state.optimizer, len(ids), self._dim)
-            yield [
-                self._part(ids, number, each, rows["weight"], its_states)
-                for number, each in enumerate(columns)
-            ]
+            if not state_keys:  # one column shard, whose state starts at zero
+                states = zero_states(self._state.optimizer, len(ids), self._dim)
+            parts = []
+            for number, columns in enumerate(shard_columns):
+                parts.append(self._part(ids, number, columns, rows["weight"], states))
+            yield parts
 
     def _part(
         self,
@@ -635,76 +720,87 @@ class _SavedTable:
     ) -> Part:
         """Returns the columns of the column shard of this number."""
         cut = slice(columns.start, columns.stop)
+        frequencies = states.get(frequency_key(self._state.options))
+        if frequencies is None:
+            frequencies = torch.zeros_like(ids)
         rows = {
             "weight": weight[:, cut].to(torch.float32),
             "last_step": states["last_step"],
+            "frequency": frequencies,
         }
-        frequencies = states.get(frequency_key(self._state.options))
-        rows["frequency"] = (
-            torch.zeros_like(ids) if frequencies is None else frequencies
-        )
         for name, kind in self._state_names.items():
-            rows[name] = (
-                states[name][:, cut]
-                if kind == "element"
-                else states[name].view(len(ids), -1)[:, number]
-            )
+            if kind == "element":
+                rows[name] = states[name][:, cut]
+            else:
+                rows[name] = states[name].view(len(ids), -1)[:, number]
         return Part(ids, columns, rows)
 
 
 def _prefix(
-    saved: Iterable[str], keys: set[str], argument: str, given: str | None
+    saved: Iterable[str],
+    keys: set[str],
+    argument: str,
+    user_key: str | None,
 ) -> str | None:
     """Finds the prefix with which a checkpoint has most of the model's keys; None if it
     has none of them.
 
-    Dots join the keys of nested dicts. ``given`` is the prefix that the user has set
-    with ``argument``, if any.
+    Dots join the keys of nested dicts. ``user_key`` is the value of ``argument``, which
+    is ``"model_key"`` or ``"optimizer_key"``.
     """
-    of_model = argument == "model_key"
-    what, preferred = (
-        ("the model", ("model.", ""))
-        if of_model
-        else ("its fused optimizer", ("optimizer.state.",))
-    )
-    times: Counter[str] = Counter()
-    for key in saved:
-        begins = [0, *(at + 1 for at, letter in enumerate(key) if letter == ".")]
-        times.update(key[:begin] for begin in begins if key[begin:] in keys)
-    known = [prefix for prefix, count in times.items() if count == max(times.values())]
-    if given is not None:
-        known = [
-            p
-            for p in times
-            if p == (f"{given}." if given else "") or p == f"{given}.state."
-        ]
-        if not known:
+    if argument == "model_key":
+        owner = "the model"
+        preferred: tuple[str, ...] = ("model.", "")
+    else:
+        owner = "its fused optimizer"
+        preferred = ("optimizer.state.",)
+    counts = _prefix_counts(saved, keys)
+    if user_key is None:
+        highest = max(counts.values(), default=0)
+        candidates = [prefix for prefix, count in counts.items() if count == highest]
+    else:
+        user_prefixes = (f"{user_key}." if user_key else "", f"{user_key}.state.")
+        candidates = [prefix for prefix in counts if prefix in user_prefixes]
+        if not candidates:
             raise ValueError(
-                f"{argument}={given!r}: the checkpoint has {what} under the keys"
-                f" {_named(times)}"
+                f"{argument}={user_key!r}: the checkpoint has {owner} under the keys"
+                f" {_named(counts)}"
             )
     for prefix in preferred:
-        if prefix in known:
+        if prefix in candidates:
             return prefix
-    if len(known) > 1:
+    if len(candidates) > 1:
         raise ValueError(
-            f"the checkpoint has {what} under the keys {_named(known)}: set {argument}"
-            " to one of them"
+            f"the checkpoint has {owner} under the keys {_named(candidates)}: set"
+            f" {argument} to one of them"
         )
-    return known[0] if known else None
+    return candidates[0] if candidates else None
+
+
+def _prefix_counts(saved: Iterable[str], keys: set[str]) -> Counter[str]:
+    """Returns how many of ``keys`` the checkpoint has with each prefix."""
+    counts: Counter[str] = Counter()
+    for saved_key in saved:
+        names = saved_key.split(".")
+        for depth in range(len(names)):
+            key = ".".join(names[depth:])
+            if key in keys:
+                counts[saved_key.removesuffix(key)] += 1
+    return counts
 
 
 def _named(prefixes: Iterable[str]) -> str:
-    return (
-        ", ".join(
-            sorted(repr(p.removesuffix(".").removesuffix(".state")) for p in prefixes)
-        )
-        or "no key"
-    )
+    """Returns the keys of the user's dict that have these prefixes, for an error."""
+    keys = []
+    for prefix in prefixes:
+        keys.append(repr(prefix.removesuffix(".").removesuffix(".state")))
+    return ", ".join(sorted(keys)) or "no key"
 
 
 def _check_states(
-    keys: Mapping[ModelTable, str], of_stock: Iterable[str], found: set[str]
+    keys: Mapping[ModelTable, str],
+    stock_keys: set[str],
+    saved_states: set[str],
 ) -> None:
     """Refuses a checkpoint that lacks the state of a table whose optimizer has one."""
     fix = (
@@ -712,10 +808,11 @@ def _check_states(
         " zero with strict=False"
     )
     for table, weight_key in keys.items():
-        if state_names(table.state.optimizer) and f"{weight_key}.rows.id" not in found:
+        has_states = bool(state_names(table.state.optimizer))
+        if has_states and f"{weight_key}.rows.id" not in saved_states:
             raise ValueError(
                 "the checkpoint has no optimizer state of RecStore table"
                 f" {table.name!r}: {fix}"
             )
-    for key in sorted(set(of_stock) - found):
+    for key in sorted(stock_keys - saved_states):
         raise ValueError(f"the checkpoint has no optimizer state {key}: {fix}")

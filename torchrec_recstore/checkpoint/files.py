@@ -81,27 +81,31 @@ class FileLock(AbstractContextManager["FileLock"]):
         keep: bool = False,
     ) -> None:
         self._descriptor: int | None = None
-        self._file, self._shared, self._keep = file, shared, keep
-        since = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self._file = file
+        self._shared = shared
+        self._keep = keep
         self._record = _Record(
-            os.getpid(), socket.gethostname(), since, doing, secrets.token_hex(4)
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            since=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            doing=doing,
+            token=secrets.token_hex(4),
         )
         deadline = time.monotonic() + _UNKNOWN_HOLDER_S
         while not self._acquire():
-            holder = next(
-                (each for each in reversed(_records(file)) if each.may_be_alive()), None
-            )
+            holder = _newest_holder(file)
+            if holder is not None:
+                raise BlockingIOError(refusal(str(holder)))
             # An unknown holder has just taken the lock and not written its name yet, or
             # has just died.
-            if holder is not None or time.monotonic() > deadline:
-                raise BlockingIOError(
-                    refusal(str(holder or "another process has been using it"))
-                )
+            if time.monotonic() > deadline:
+                raise BlockingIOError(refusal("another process has been using it"))
             time.sleep(0.01)
 
     def close(self) -> None:
         """Releases the lock."""
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor = self._descriptor
+        self._descriptor = None
         if descriptor is None:
             return
         _held.discard(self)
@@ -110,9 +114,10 @@ class FileLock(AbstractContextManager["FileLock"]):
             # file is gone, and tries again.
             with suppress(OSError):
                 if self._shared and not _is_alone(descriptor):
+                    records = _records(self._file)
                     _write_records(
                         descriptor,
-                        [each for each in _records(self._file) if each != self._record],
+                        [record for record in records if record != self._record],
                     )
                 elif not self._keep and self._is_at_its_path(descriptor):
                     self._file.unlink()
@@ -127,40 +132,40 @@ class FileLock(AbstractContextManager["FileLock"]):
 
     def _acquire(self) -> bool:
         """Takes the lock if it is free, and returns whether it was."""
+        mode = fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX
         while True:
             descriptor = open_own(self._file, os.O_RDWR | os.O_CREAT)
             try:
-                fcntl.flock(
-                    descriptor,
-                    (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB,
-                )
+                fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
                 # Otherwise the previous holder has removed the file: try again.
                 if self._is_at_its_path(descriptor):
-                    others = _records(self._file) if self._shared else []
-                    try:
-                        _write_records(descriptor, [*others, self._record])
-                    except OSError:
-                        if not self._keep and (
-                            not self._shared or _is_alone(descriptor)
-                        ):
-                            self._file.unlink()
-                        raise
+                    self._add_record(descriptor)
                     self._descriptor = descriptor
                     _held.add(self)
                     return True
             except BlockingIOError:
                 return False
             except OSError as error:
-                without = error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-                reason = (
-                    "its filesystem has no file locks"
-                    if without
-                    else f"cannot be locked: {error.strerror}"
-                )
+                reason = f"cannot be locked: {error.strerror}"
+                if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                    reason = "its filesystem has no file locks"
                 raise OSError(error.errno, reason, os.fspath(self._file)) from error
             finally:
                 if self._descriptor is None:
                     os.close(descriptor)
+
+    def _add_record(self, descriptor: int) -> None:
+        """Writes the name of this process into the locked file; after an error, the
+        file is deleted if nobody else needs it.
+        """
+        records = _records(self._file) if self._shared else []
+        records.append(self._record)
+        try:
+            _write_records(descriptor, records)
+        except OSError:
+            if not self._keep and (not self._shared or _is_alone(descriptor)):
+                self._file.unlink()
+            raise
 
     def _is_at_its_path(self, descriptor: int) -> bool:
         try:
@@ -178,19 +183,23 @@ def path_lock(path: Path, needed_by: Path | None = None) -> FileLock:
     """Takes the lock of a process that writes to ``path``, or shares it to write a
     delta of it to ``needed_by``.
     """
-    doing, refused, remedy = "writing it", "cannot be written", ", or use another path"
-    if needed_by is not None:
-        doing, refused, remedy = (
-            f"writing {needed_by}, which needs it,",
-            f"which {needed_by} needs, cannot be used",
-            "",
+    if needed_by is None:
+        return FileLock(
+            lock_file(path),
+            doing="writing it",
+            refusal=lambda holder: (
+                f"{path} cannot be written: {holder}: wait for that process, or use"
+                " another path"
+            ),
         )
-    who = path if needed_by is None else f"{path},"
     return FileLock(
         lock_file(path),
-        doing,
-        lambda holder: f"{who} {refused}: {holder}: wait for that process{remedy}",
-        shared=needed_by is not None,
+        doing=f"writing {needed_by}, which needs it,",
+        refusal=lambda holder: (
+            f"{path}, which {needed_by} needs, cannot be used: {holder}: wait for that"
+            " process"
+        ),
+        shared=True,
     )
 
 
@@ -241,6 +250,16 @@ def _records(file: Path) -> list[_Record]:
         return [_Record(**json.loads(line)) for line in file.read_bytes().splitlines()]
     except (OSError, ValueError, TypeError):
         return []
+
+
+def _newest_holder(file: Path) -> _Record | None:
+    """Returns the process that took the lock last and may be alive; None if there is
+    none in the file.
+    """
+    for record in reversed(_records(file)):
+        if record.may_be_alive():
+            return record
+    return None
 
 
 def _write_records(descriptor: int, records: Sequence[_Record]) -> None:
@@ -300,18 +319,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
     """Writes a safetensors file of tensors that share no memory, syncs it, and returns
     its size and checksum.
     """
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        safetensors.torch.save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, path
-        )
-    except (
-        SafetensorError
-    ) as error:  # safetensors raises it in the place of an OSError.
-        code = re.search(r"os error (\d+)", str(error))
-        number = int(code[1]) if code else errno.EIO
-        raise OSError(
-            number, f"cannot be written: {os.strerror(number)}", os.fspath(path)
-        ) from error
+        safetensors.torch.save_file(contiguous, path)
+    # safetensors raises it in the place of an OSError.
+    except SafetensorError as error:
+        match = re.search(r"os error (\d+)", str(error))
+        number = int(match[1]) if match else errno.EIO
+        reason = f"cannot be written: {os.strerror(number)}"
+        raise OSError(number, reason, os.fspath(path)) from error
     # Files of safetensors 0.8 are readable by their owner only.
     path.chmod(path.parent.stat().st_mode & 0o666)
     sync(path)
@@ -348,14 +364,15 @@ def check_file(
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is no regular file")
     try:
-        found = file_info(path, on_bytes)
+        actual = file_info(path, on_bytes)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    if found.bytes != expected.bytes:
+    if actual.bytes != expected.bytes:
         raise CheckpointError(
-            f"{path} is damaged: it has {found.bytes} bytes instead of {expected.bytes}"
+            f"{path} is damaged: it has {actual.bytes} bytes instead of"
+            f" {expected.bytes}"
         )
-    if found != expected:
+    if actual != expected:
         raise CheckpointError(f"{path} is damaged: its checksum does not fit")
 
 
@@ -407,7 +424,9 @@ def make_directory(path: Path) -> None:
         # Otherwise another process has created the directory at the same time.
         if not path.is_dir():
             raise NotADirectoryError(
-                errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path)
+                errno.ENOTDIR,
+                os.strerror(errno.ENOTDIR),
+                os.fspath(path),
             ) from None
     sync(path.parent)
 
@@ -435,8 +454,8 @@ def whole_file(path: Path, *, keeps_mode: bool = False) -> Iterator[Path]:
     beside = path.with_name(staging_name(path))
     try:
         with path_lock(path):
-            for rest in leftovers(path):
-                rest.unlink()
+            for leftover in leftovers(path):
+                leftover.unlink()
             try:
                 beside.touch(exist_ok=False)
                 mode = (path if keeps_mode else beside).stat().st_mode

@@ -56,11 +56,13 @@ def common_columns(name: str, checkpoints: Iterable[CheckpointInfo]) -> list[ran
     """Returns the widest ranges of columns such that no column shard of the table
     begins or ends within a range.
     """
-    tables = [info.tables[name] for info in checkpoints if name in info.tables]
-    edges = sorted(
-        {edge for table in tables for columns in table.columns for edge in columns}
-    )
-    return [range(first, last) for first, last in pairwise(edges)]
+    edges: set[int] = set()
+    for info in checkpoints:
+        if name in info.tables:
+            for begin, end in info.tables[name].columns:
+                edges.add(begin)
+                edges.add(end)
+    return [range(first, last) for first, last in pairwise(sorted(edges))]
 
 
 class FoldedTable:
@@ -85,21 +87,21 @@ class FoldedTable:
         self._row_bytes = newest.dim * 4 * (1 + len(self.states)) + 24  # The maximum.
         self._runs: list[_Run] = []
         self._removals: list[_Removal] = []
-        self._name, self._chain = name, chain
+        self._name = name
+        self._chain = chain
         self._rows = 0
         for level, info in enumerate(chain):
             table = info.tables.get(name)
             if table is None:
                 continue
-            if (table.dim, state_names(table.optimizer)) != (newest.dim, self.states):
+            if table.dim != newest.dim or state_names(table.optimizer) != self.states:
                 raise CheckpointError(
                     f"table {name!r} of {info.path} has another dim or optimizer state"
                     " later on"
                 )
-            runs = [
-                _Run(level, blocks, self.columns, table.dim)
-                for blocks in blocks_by_rank(info, name)
-            ]
+            runs = []
+            for blocks in blocks_by_rank(info, name):
+                runs.append(_Run(level, blocks, self.columns, table.dim))
             # The newest runs come first: the stable sort in take() keeps them first.
             self._runs = runs + self._runs
             self._removals.append(_Removal(info, level, table))
@@ -109,10 +111,9 @@ class FoldedTable:
         """Returns an id such that the rows up to it fill about one window; None if no
         rows are left.
         """
-        rows = max(
-            _LEAST_ROWS, _WINDOW_BYTES // self._row_bytes // max(1, len(self._runs))
-        )
-        return min((run.bound(rows) for run in self._runs), default=None)
+        window_rows = _WINDOW_BYTES // self._row_bytes
+        run_rows = max(_LEAST_ROWS, window_rows // max(1, len(self._runs)))
+        return min((run.bound(run_rows) for run in self._runs), default=None)
 
     def take(self, bound: int) -> list[Part]:
         """Reads the rows up to an id that :meth:`bound` allows: a part for each range
@@ -120,106 +121,125 @@ class FoldedTable:
         """
         if not self._runs:
             return []
-        taken = [self._taken(run, bound) for run in self._runs]
-        self._runs = [run for run in self._runs if run.left]
-        ids, order = torch.cat([ids for _, ids, _ in taken]).sort(stable=True)
-        levels = torch.cat([torch.full_like(ids, level) for level, ids, _ in taken])[
-            order
-        ]
-        same = ids[1:] == ids[:-1]
-        for place in (same & (levels[1:] == levels[:-1])).nonzero().flatten().tolist():
-            path = self._chain[int(levels[place])].path
-            raise CheckpointError(
-                f"table {self._name!r} of {path} has the id {int(ids[place])} in"
-                " several parts"
-            )
-        kept = torch.ones_like(ids, dtype=torch.bool)
-        kept[1:] = ~same
+        # From each run its ids, its level for each id, and its parts.
+        run_ids = []
+        run_levels = []
+        run_parts = []
+        for run in self._runs:
+            ids, parts = run.take(bound)
+            run_ids.append(ids)
+            run_levels.append(torch.full_like(ids, run.level))
+            run_parts.append([self._as_newest(part, run.level) for part in parts])
+        self._runs = [run for run in self._runs if run.has_rows]
+        ids, order = torch.cat(run_ids).sort(stable=True)
+        levels = torch.cat(run_levels)[order]
+        is_repeated = ids[1:] == ids[:-1]
+        self._check_distinct(ids, levels, is_repeated)
+        is_kept = torch.ones_like(ids, dtype=torch.bool)
+        is_kept[1:] = ~is_repeated
         for removal in self._removals:
-            kept &= (levels >= removal.level) | removal.stays(ids)
-        order = order[kept]
+            is_kept &= (levels >= removal.level) | removal.stays(ids)
+        order = order[is_kept]
         self._rows += len(order)
         self._check_end()
-        return [
-            Part.concatenated(
-                [part.stored_as(self._dtype) for part in of_columns]
-            ).take(order)
-            for of_columns in zip(*(parts for _, _, parts in taken), strict=True)
-        ]
+        window = []
+        for column_parts in zip(*run_parts, strict=True):
+            window.append(Part.concatenated(column_parts).take(order))
+        return window
 
-    def _taken(self, run: _Run, bound: int) -> tuple[int, Tensor, list[Part]]:
-        """Returns the level of a run, and its ids and parts up to an id, with
-        frequencies as in the last checkpoint.
+    def _as_newest(self, part: Part, level: int) -> Part:
+        """Returns a part of a checkpoint of the chain with the data type and the
+        frequencies of the last one.
         """
-        ids, parts = run.take(bound)
-        saved = self._chain[run.level].tables[self._name].options
+        saved_options = self._chain[level].tables[self._name].options
         options = self._chain[-1].tables[self._name].options
-        return (
-            run.level,
-            ids,
-            [part.with_frequencies_of(saved, options) for part in parts],
-        )
+        return part.with_frequencies_of(saved_options, options).stored_as(self._dtype)
+
+    def _check_distinct(self, ids: Tensor, levels: Tensor, is_repeated: Tensor) -> None:
+        """Refuses an id that several parts of one checkpoint have."""
+        is_damaged = is_repeated & (levels[1:] == levels[:-1])
+        for position in is_damaged.nonzero().flatten().tolist():
+            path = self._chain[int(levels[position])].path
+            raise CheckpointError(
+                f"table {self._name!r} of {path} has the id {int(ids[position])} in"
+                " several parts"
+            )
 
     def __iter__(self) -> Iterator[list[Part]]:
-        while (bound := self.bound()) is not None:
+        bound = self.bound()
+        while bound is not None:
             yield self.take(bound)
+            bound = self.bound()
 
     def _check_end(self) -> None:
         """Compares the number of rows with the metadata after the last row."""
         newest = self._chain[-1]
-        wanted = newest.tables[self._name].rows
-        if not self._runs and self._rows != wanted:
+        expected = newest.tables[self._name].rows
+        if not self._runs and self._rows != expected:
             raise CheckpointError(
                 f"table {self._name!r} of {newest.path} folds into {self._rows} rows"
-                f" and should have {wanted}"
+                f" and should have {expected}"
             )
 
 
 def together(
-    one: FoldedTable, other: FoldedTable
+    first: FoldedTable,
+    second: FoldedTable,
 ) -> Iterator[tuple[list[Part], list[Part]]]:
     """Yields windows of two tables with the same range of ids; an empty list after the
     last row of a table.
     """
-    while bounds := [
-        bound for bound in (one.bound(), other.bound()) if bound is not None
-    ]:
-        yield one.take(min(bounds)), other.take(min(bounds))
+    while True:
+        first_bound = first.bound()
+        second_bound = second.bound()
+        bounds = [bound for bound in (first_bound, second_bound) if bound is not None]
+        if not bounds:
+            return
+        yield first.take(min(bounds)), second.take(min(bounds))
 
 
 class _Run:
     """The blocks that one rank has written of one checkpoint. Their ids ascend."""
 
     def __init__(
-        self, level: int, blocks: Sequence[Block], columns: Sequence[range], dim: int
+        self,
+        level: int,
+        blocks: Sequence[Block],
+        columns: Sequence[range],
+        dim: int,
     ) -> None:
         self.level = level
         self._columns = columns
-        self._whole = range(dim)
+        self._all_columns = range(dim)
         self._blocks = list(blocks[::-1])
-        self._at = 0  # the position of the next id
+        self._position = 0  # of the next id in the block
         self._next_block()
 
     @property
-    def left(self) -> bool:
-        return self._at < len(self._ids)
+    def has_rows(self) -> bool:
+        """Whether rows remain."""
+        return self._position < len(self._ids)
 
     def bound(self, rows: int) -> int:
-        return int(self._ids[min(self._at + rows, len(self._ids)) - 1])
+        """Returns an id such that about this number of rows precede it."""
+        last = min(self._position + rows, len(self._ids)) - 1
+        return int(self._ids[last])
 
     def take(self, bound: int) -> tuple[Tensor, list[Part]]:
-        rows = slice(self._at, int(torch.searchsorted(self._ids, bound, right=True)))
+        """Returns the ids up to a bound, and a part for each range of columns."""
+        end = int(torch.searchsorted(self._ids, bound, right=True))
+        rows = slice(self._position, end)
         ids = self._ids[rows]
         parts = [self._block.part(columns, rows) for columns in self._columns]
-        self._at = rows.stop
-        if not self.left and self._blocks:
+        self._position = end
+        if not self.has_rows and self._blocks:
             self._next_block()
         return ids, parts
 
     def _next_block(self) -> None:
         self._block = self._blocks.pop()
-        self._ids = self._block.open(self._whole, verify=False)
-        self._at = 0
+        self._ids = self._block.open(self._all_columns, verify=False)
+        self._position = 0  # of the next id in the block
 
 
 class _Removal:
@@ -227,41 +247,47 @@ class _Removal:
 
     def __init__(self, info: CheckpointInfo, level: int, table: TableInfo) -> None:
         self.level = level
-        self._those_that_stay = table.removal == "stay"
-        self._listed = [
-            (part.first_id, part.last_id, listed_ids(info, part, verify=False))
-            for part in table.removed
-        ]
+        self._lists_those_that_stay = table.removal == "stay"
+        self._listed: list[tuple[PartInfo, Tensor]] = []
+        for part in table.removed:
+            self._listed.append((part, listed_ids(info, part, verify=False)))
 
     def stays(self, ids: Tensor) -> Tensor:
         """Returns whether each id remains: (N,) bool for (N,) ids in ascending order."""
-        listed = torch.zeros_like(ids, dtype=torch.bool)
-        for first, last, part in self._listed:
-            if len(ids) and first <= ids[-1] and ids[0] <= last:
-                begin, end = (
-                    torch.searchsorted(part, ids[0]),
-                    torch.searchsorted(part, ids[-1], right=True),
-                )
-                listed |= among(ids, part[begin:end])
-        return listed if self._those_that_stay else ~listed
+        is_listed = torch.zeros_like(ids, dtype=torch.bool)
+        for part, listed in self._listed:
+            if len(ids) and part.first_id <= ids[-1] and ids[0] <= part.last_id:
+                begin = torch.searchsorted(listed, ids[0])
+                end = torch.searchsorted(listed, ids[-1], right=True)
+                is_listed |= among(ids, listed[begin:end])
+        return is_listed if self._lists_those_that_stay else ~is_listed
 
 
-def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> None:
+def check_rows(
+    chain: Sequence[CheckpointInfo],
+    name: str,
+    loaded_rows: int | None,
+) -> None:
     """Compares the number of rows that the shards of the first column hold with the
-    metadata; None: no room for some.
+    metadata.
 
     A missing part, or one with ids of another part, changes the number. All ids are
     then read again to find that id.
+
+    Args:
+        chain: The checkpoints.
+        name: The name of the table.
+        loaded_rows: The number of rows. None: a shard had no room for some of them.
     """
-    wanted = chain[-1].tables[name].rows
-    if held == wanted:
+    expected = chain[-1].tables[name].rows
+    if loaded_rows == expected:
         return
     for _ in FoldedTable(chain, name, []):
         pass
-    if held is not None:
+    if loaded_rows is not None:
         raise CheckpointError(
-            f"table {name!r} of {chain[-1].path} has {held} rows when loaded, and"
-            f" should have {wanted}"
+            f"table {name!r} of {chain[-1].path} has {loaded_rows} rows when loaded,"
+            f" and should have {expected}"
         )
 
 
@@ -294,7 +320,8 @@ def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
 
 @contextmanager
 def folding(
-    path: str | Path, output: str | Path
+    path: str | Path,
+    output: str | Path,
 ) -> Iterator[tuple[list[CheckpointInfo], Destination]]:
     """Yields the chain of ``path``, locked against changes, and the destination at
     ``output``.
@@ -317,21 +344,26 @@ def compact_chain(
     """
     staging = destination.stage()
     writer = PartWriter(staging, rank=0)
+    newest = chain[-1]
+    tables = {}
     try:
-        tables = {
-            name: _compact_table(chain, name, writer, on_rows)
-            for name in chain[-1].tables
-        }
+        for name in newest.tables:
+            tables[name] = _compact_table(chain, name, writer, on_rows)
     finally:
         files = writer.close()
-    newest = chain[-1]
-    counted = [file for table in newest.tables.values() for file in table.sightings]
-    for name in (DENSE, TRAINING_STATE, *counted):
+    copied = [DENSE, TRAINING_STATE]
+    for table in newest.tables.values():
+        copied += table.sightings
+    for name in copied:
         if name in newest.files:
             files[name] = newest.files[name]
             _copy(newest.path / name, staging / name, files[name])
     info = replace(
-        newest, path=destination.path, tables=tables, files=files, delta_of=None
+        newest,
+        path=destination.path,
+        tables=tables,
+        files=files,
+        delta_of=None,
     )
     return finish(destination, info, encode(newest.training_state, {}))
 
@@ -349,41 +381,45 @@ def _compact_table(
     for number, shards in enumerate(_resized(folded, size)):
         parts += [writer.part(name, number, part) for part in shards]
         on_rows(len(shards[0]))
-    edges = tuple((each.start, each.stop) for each in folded.columns)
-    return replace(table, columns=edges, parts=tuple(parts), removal="left", removed=())
+    return replace(
+        table,
+        columns=tuple((columns.start, columns.stop) for columns in folded.columns),
+        parts=tuple(parts),
+        removal="left",
+        removed=(),
+    )
 
 
 def _resized(folded: FoldedTable, size: int) -> Iterator[list[Part]]:
     """Yields the rows in windows of ``size`` rows, so that the parts are those of a
     save by one rank.
     """
-    held: list[list[Part]] = []
+    windows: list[list[Part]] = []
     count = 0
     for window in folded:
-        held.append(window)
+        windows.append(window)
         count += len(window[0])
         while count >= size:
-            shards = _concatenated(held)
+            shards = _concatenated(windows)
             yield [part.take(slice(0, size)) for part in shards]
-            held = [[part.take(slice(size, None)) for part in shards]]
+            windows = [[part.take(slice(size, None)) for part in shards]]
             count -= size
     if count:
-        yield _concatenated(held)
+        yield _concatenated(windows)
 
 
 def _concatenated(windows: Sequence[Sequence[Part]]) -> list[Part]:
-    return [Part.concatenated(of_columns) for of_columns in zip(*windows, strict=True)]
+    return [Part.concatenated(parts) for parts in zip(*windows, strict=True)]
 
 
 def _copy(source: Path, target: Path, expected: FileInfo) -> None:
-    with source.open("rb") as of:
+    with source.open("rb") as source_file:
         try:
-            with target.open("wb") as to:
-                shutil.copyfileobj(of, to)
-                to.flush()
-                os.fsync(to.fileno())
+            with target.open("wb") as target_file:
+                shutil.copyfileobj(source_file, target_file)
+                target_file.flush()
+                os.fsync(target_file.fileno())
         except OSError as error:
-            raise OSError(
-                error.errno, f"cannot be written: {error.strerror}", os.fspath(target)
-            ) from error
+            reason = f"cannot be written: {error.strerror}"
+            raise OSError(error.errno, reason, os.fspath(target)) from error
     check_file(target, expected)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -37,8 +37,17 @@ TRAINING_STATE = "training_state.safetensors"
 _CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{32})"\n}\n\Z')
 _NO_CHECKSUM = b"0" * 32  # The checksum is that of the file with zeros in its place.
 _DOCUMENT = (
-    "format", "version", "step", "world_size", "delta_of", "tables", "dense", "training_state", "files", "checksum",
-)  # fmt: skip
+    "format",
+    "version",
+    "step",
+    "world_size",
+    "delta_of",
+    "tables",
+    "dense",
+    "training_state",
+    "files",
+    "checksum",
+)
 
 DTYPES = ("float32", "float16", "bfloat16", "int8")
 """The data types that weights can have."""
@@ -170,25 +179,20 @@ class CheckpointInfo:
     @property
     def base(self) -> Path | None:
         """The path of a delta's base; None for a full checkpoint."""
-        return (
-            None
-            if self.delta_of is None
-            else Path(os.path.normpath(self.path.parent / self.delta_of.path))
-        )
+        if self.delta_of is None:
+            return None
+        return Path(os.path.normpath(self.path.parent / self.delta_of.path))
 
 
 def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
     """Writes ``metadata.json`` with a state that :func:`encode` has returned, syncs it,
     and returns its checksum.
     """
-    tables = {
-        name: {
-            **asdict(table),
-            "optimizer": encode(table.optimizer, {}),
-            "options": encode(table.options, {}),
-        }
-        for name, table in sorted(info.tables.items())
-    }
+    tables = {}
+    for name, table in sorted(info.tables.items()):
+        tables[name] = asdict(table)
+        tables[name]["optimizer"] = encode(table.optimizer, {})
+        tables[name]["options"] = encode(table.options, {})
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -203,10 +207,9 @@ def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -
     }
     text = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
     checksum = xxhash.xxh3_128_hexdigest(text)
-    write_synced(
-        directory / METADATA,
-        text[: -len(_NO_CHECKSUM) - 4] + checksum.encode() + text[-4:],
-    )
+    # The text ends with the zeros, which the checksum replaces, and '"\n}\n'.
+    head = text[: -len(_NO_CHECKSUM) - 4]
+    write_synced(directory / METADATA, head + checksum.encode() + text[-4:])
     return checksum
 
 
@@ -240,14 +243,8 @@ def read_info(path: str | Path) -> CheckpointInfo:
         raise CheckpointError(
             not_known(f"{file} is of version {version} of the format {FORMAT!r}")
         )
-    found = _CHECKSUM.search(text)
-    without = (
-        b""
-        if found is None
-        else text[: found.start(1)] + _NO_CHECKSUM + text[found.end(1) :]
-    )
-    checksum = xxhash.xxh3_128_hexdigest(without)
-    if found is None or found[1].decode() != checksum:
+    checksum = _checksum(text)
+    if checksum is None:
         raise CheckpointError(f"{file} is damaged: its checksum does not fit")
     try:
         info = _info(path, document, checksum)
@@ -259,31 +256,43 @@ def read_info(path: str | Path) -> CheckpointInfo:
     return info
 
 
+def _checksum(text: bytes) -> str | None:
+    """Returns the checksum at the end of the metadata; None if there is none, or if it
+    does not fit.
+    """
+    saved = _CHECKSUM.search(text)
+    if saved is None:
+        return None
+    begin, end = saved.span(1)
+    checksum = xxhash.xxh3_128_hexdigest(text[:begin] + _NO_CHECKSUM + text[end:])
+    return checksum if saved[1].decode() == checksum else None
+
+
 def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo:
     check_fields("it", document, _DOCUMENT)
     _integers("step and world_size", (document["step"], document["world_size"]))
     # Every other name of a file in the metadata is one of these, see _check_info().
-    files: dict[str, FileInfo] = {
-        FileName(name): _entry(f"the file {name}", FileInfo, entry)
-        for name, entry in document["files"].items()
-    }
-    tensors = (
-        read_tensors(path / TRAINING_STATE, files[TRAINING_STATE])
-        if TRAINING_STATE in files
-        else {}
-    )
-    delta_of = document["delta_of"]
+    files: dict[str, FileInfo] = {}
+    for name, entry in document["files"].items():
+        files[FileName(name)] = _entry(f"the file {name}", FileInfo, entry)
+    state_tensors = {}
+    if TRAINING_STATE in files:
+        state_tensors = read_tensors(path / TRAINING_STATE, files[TRAINING_STATE])
+    tables = {}
+    for name, entry in document["tables"].items():
+        tables[name] = _table(name, entry)
+    delta_of = None
+    if document["delta_of"] is not None:
+        delta_of = _entry("delta_of", DeltaOf, document["delta_of"])
     return CheckpointInfo(
         path=path,
         step=document["step"],
         world_size=document["world_size"],
-        tables={
-            name: _table(name, entry) for name, entry in document["tables"].items()
-        },
+        tables=tables,
         files=files,
         dense=tuple(document["dense"]),
-        delta_of=None if delta_of is None else _entry("delta_of", DeltaOf, delta_of),
-        training_state=decode(document["training_state"], tensors),
+        delta_of=delta_of,
+        training_state=decode(document["training_state"], state_tensors),
         checksum=checksum,
     )
 
@@ -295,52 +304,55 @@ def read_chain(path: str | Path) -> list[CheckpointInfo]:
     Raises FileNotFoundError if a base is missing, CheckpointError if it was replaced,
     and those of :func:`read_info`.
     """
-    chain = [read_info(path)]
-    while (delta_of := chain[-1].delta_of) is not None:
-        delta, base = chain[-1], chain[-1].base
-        assert base is not None
+    info = read_info(path)
+    chain = [info]
+    while info.delta_of is not None:
+        assert info.base is not None
         try:
-            chain.append(read_info(base))
+            base = read_info(info.base)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{delta.path} is a delta of {base}, which is not there: {error}"
+                f"{info.path} is a delta of {info.base}, which is not there: {error}"
             ) from None
-        if chain[-1].checksum != delta_of.checksum:
+        if base.checksum != info.delta_of.checksum:
             raise CheckpointError(
-                f"{delta.path} is a delta of another checkpoint than the one that is"
-                f" now at {base}"
+                f"{info.path} is a delta of another checkpoint than the one that is"
+                f" now at {info.base}"
             )
-    return chain[::-1]
+        chain.insert(0, base)
+        info = base
+    return chain
 
 
 def _table(name: str, entry: dict[str, Any]) -> TableInfo:
-    where = f"table {name!r}"
-    check_fields(where, entry, TableInfo)
-    times = entry["times"]
-    options = _of_type(TableOptions, f"the options of {where}", entry["options"])
+    label = f"table {name!r}"
+    check_fields(label, entry, TableInfo)
+    options = _of_type(TableOptions, f"the options of {label}", entry["options"])
     if options.cold_store is not None:
         # A table with these options would open files at the path of the cold store, and
         # delete old ones.
         raise ValueError(
-            f"the options of {where} name the cold store {options.cold_store!r}, which"
+            f"the options of {label} name the cold store {options.cold_store!r}, which"
             " checkpoints never have: the file was not written by this package"
         )
+    optimizer = _of_type(Optimizer, f"the optimizer of {label}", entry["optimizer"])
+    times = None
+    if entry["times"] is not None:
+        times = _integers(f"the times of {label}", entry["times"])
     values = {
-        "optimizer": _of_type(
-            Optimizer, f"the optimizer of {where}", entry["optimizer"]
-        ),
+        "optimizer": optimizer,
         "options": options,
-        "columns": tuple(_columns(where, columns) for columns in entry["columns"]),
-        "parts": tuple(_part(where, part) for part in entry["parts"]),
-        "removed": tuple(_part(where, part) for part in entry["removed"]),
+        "columns": tuple(_columns(label, columns) for columns in entry["columns"]),
+        "parts": tuple(_part(label, part) for part in entry["parts"]),
+        "removed": tuple(_part(label, part) for part in entry["removed"]),
         "sightings": tuple(entry["sightings"]),
-        "times": None if times is None else _integers(f"the times of {where}", times),
+        "times": times,
     }
-    _check_plain(where, TableInfo, entry)
+    _check_plain(label, TableInfo, entry)
     return TableInfo(**{**entry, **values})
 
 
-def _of_type(kind: type[_Entry], what: str, encoded: Any) -> _Entry:
+def _of_type(kind: type[_Entry], label: str, encoded: Any) -> _Entry:
     """Returns a value that :func:`encode` has converted.
 
     Raises:
@@ -348,41 +360,39 @@ def _of_type(kind: type[_Entry], what: str, encoded: Any) -> _Entry:
     """
     value = decode(encoded, {})
     if not isinstance(value, kind):
-        raise ValueError(f"{what} must be of the type {kind.__name__}, got {value!r}")
+        raise ValueError(f"{label} must be of the type {kind.__name__}, got {value!r}")
     return value
 
 
 def _part(table: str, entry: dict[str, Any]) -> PartInfo:
-    return _entry(
-        f"a part of {table}",
-        PartInfo,
-        {**entry, "columns": _columns(table, entry["columns"])},
-    )
+    columns = _columns(table, entry["columns"])
+    return _entry(f"a part of {table}", PartInfo, {**entry, "columns": columns})
 
 
-def _entry(where: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
-    check_fields(where, entry, kind)
-    _check_plain(where, kind, entry)
+def _entry(label: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
+    check_fields(label, entry, kind)
+    _check_plain(label, kind, entry)
     return kind(**entry)
 
 
-def _check_plain(where: str, kind: Any, values: Mapping[str, Any]) -> None:
+def _check_plain(label: str, kind: Any, values: Mapping[str, Any]) -> None:
     """Checks the values of fields that are annotated as int or str.
 
     Raises:
         ValueError: A value is of another type.
     """
-    for plain in fields(kind):
-        wanted = _PLAIN_TYPES.get(plain.type)
-        if wanted is not None and type(values[plain.name]) is not wanted:
-            value = values[plain.name]
+    for checked_field in fields(kind):
+        if checked_field.type not in _PLAIN_TYPES:
+            continue
+        value = values[checked_field.name]
+        if type(value) is not _PLAIN_TYPES[checked_field.type]:
             raise ValueError(
-                f"the {plain.name!r} of {where} must be of the type {plain.type}, got"
-                f" {value!r}"
+                f"the {checked_field.name!r} of {label} must be of the type"
+                f" {checked_field.type}, got {value!r}"
             )
 
 
-def _integers(where: str, values: Iterable[Any]) -> tuple[int, ...]:
+def _integers(label: str, values: Iterable[Any]) -> tuple[int, ...]:
     """Returns a list of numbers as a tuple.
 
     Raises:
@@ -391,26 +401,27 @@ def _integers(where: str, values: Iterable[Any]) -> tuple[int, ...]:
     numbers = tuple(values)
     for number in numbers:
         if type(number) is not int:
-            raise ValueError(f"{where} must be of the type int, got {number!r}")
+            raise ValueError(f"{label} must be of the type int, got {number!r}")
     return numbers
 
 
-def _columns(where: str, values: Iterable[Any]) -> tuple[int, int]:
-    begin, end = _integers(f"the columns of {where}", values)
+def _columns(label: str, values: Iterable[Any]) -> tuple[int, int]:
+    begin, end = _integers(f"the columns of {label}", values)
     return begin, end
 
 
 def _check_info(info: CheckpointInfo) -> None:
     """Checks that the metadata of the files, of the tables and of the parts agree."""
-    of_no_table = {
-        DENSE: bool(info.dense),
-        TRAINING_STATE: TRAINING_STATE in info.files,
-    }
-    named = Counter(name for name, needed in of_no_table.items() if needed)
+    # How often the metadata names each file.
+    counts: Counter[str] = Counter()
+    if info.dense:
+        counts[DENSE] += 1
+    if TRAINING_STATE in info.files:
+        counts[TRAINING_STATE] += 1
     for table in info.tables.values():
-        named.update(part.file for part in (*table.parts, *table.removed))
-        named.update(table.sightings)
-    for file, count in named.items():
+        counts.update(part.file for part in (*table.parts, *table.removed))
+        counts.update(table.sightings)
+    for file, count in counts.items():
         if file not in info.files:
             raise CheckpointError(
                 f"{info.path} has no checksum of {file}, which belongs to it"
@@ -418,7 +429,7 @@ def _check_info(info: CheckpointInfo) -> None:
         if count > 1:
             raise CheckpointError(f"{info.path} lists the file {file} {count} times")
     for file in info.files:
-        if file not in named:
+        if file not in counts:
             raise CheckpointError(
                 f"{info.path} has the file {file}, which belongs to no table: a part is"
                 " not listed"
@@ -432,51 +443,24 @@ def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> Non
         raise CheckpointError(
             f"{table_name} has weights of an unknown data type {table.dtype!r}"
         )
-    edges = [0, *(end for _, end in table.columns)]
-    if (
-        [begin for begin, _ in table.columns] != edges[:-1]
-        or edges[-1] != table.dim
-        or edges != sorted(set(edges))
-    ):
-        raise CheckpointError(
-            f"{table_name} has dim {table.dim}, and column shards {list(table.columns)}"
-        )
-    first = table.columns[0]
-    for parts, shards in ((table.parts, table.columns), (table.removed, (first,))):
-        for part in parts:
-            if part.columns not in shards or not 0 <= part.rank < info.world_size:
-                raise CheckpointError(
-                    f"{table_name} has no shard of rank {part.rank} and columns"
-                    f" {part.columns}: {part.file}"
-                )
-            if part.rows < 1 or part.rows - 1 > part.last_id - part.first_id:
-                raise CheckpointError(
-                    f"{table_name}: {part.file} cannot have {part.rows} ids in its"
-                    " range"
-                )
-        for one, other in pairwise(
-            sorted(parts, key=lambda part: (part.rank, part.columns, part.block))
-        ):
-            if (one.rank, one.columns) == (
-                other.rank,
-                other.columns,
-            ) and other.first_id <= one.last_id:
-                raise CheckpointError(
-                    f"{table_name}: {one.file} and {other.file} have ids in the same"
-                    " range"
-                )
-    blocks = {
-        each: Counter(part.block for part in table.parts if part.columns == each)
-        for each in table.columns
-    }
+    _check_columns(table_name, table)
+    first_columns = table.columns[0]
+    _check_parts(table_name, table.parts, table.columns, info.world_size)
+    _check_parts(table_name, table.removed, [first_columns], info.world_size)
+    # The number of parts with the same rows, which is that of each column shard.
+    blocks: dict[tuple[int, int], Counter[tuple[int, int, int]]] = {}
+    for columns in table.columns:
+        blocks[columns] = Counter()
+    for part in table.parts:
+        blocks[part.columns][part.block] += 1
     for columns in table.columns:
         for part in table.parts:
-            if blocks[columns][part.block] != blocks[first][part.block]:
+            if blocks[columns][part.block] != blocks[first_columns][part.block]:
                 raise CheckpointError(
                     f"{table_name} has no part of the columns {columns} for the rows of"
                     f" {part.file}"
                 )
-    rows = sum(part.rows for part in table.parts if part.columns == first)
+    rows = sum(part.rows for part in table.parts if part.columns == first_columns)
     if rows > table.rows or (info.delta_of is None and rows != table.rows):
         raise CheckpointError(
             f"{table_name} has {table.rows} rows, and its parts have {rows}"
@@ -491,3 +475,49 @@ def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> Non
             f"{table_name} has {table.rows} rows, and its files list {listed} ids that"
             " stay"
         )
+
+
+def _check_columns(table_name: str, table: TableInfo) -> None:
+    """Refuses column shards that do not cover the columns of the table one after the
+    other.
+    """
+    next_column = 0
+    is_covered = bool(table.columns)
+    for begin, end in table.columns:
+        is_covered = is_covered and begin == next_column and end > begin
+        next_column = end
+    if not is_covered or next_column != table.dim:
+        raise CheckpointError(
+            f"{table_name} has dim {table.dim}, and column shards {list(table.columns)}"
+        )
+
+
+def _check_parts(
+    table_name: str,
+    parts: Sequence[PartInfo],
+    shard_columns: Sequence[tuple[int, int]],
+    world_size: int,
+) -> None:
+    """Refuses parts of a shard that the table does not have, and parts of one shard
+    with ids in the same range.
+    """
+    for part in parts:
+        if part.columns not in shard_columns or not 0 <= part.rank < world_size:
+            raise CheckpointError(
+                f"{table_name} has no shard of rank {part.rank} and columns"
+                f" {part.columns}: {part.file}"
+            )
+        if part.rows < 1 or part.rows - 1 > part.last_id - part.first_id:
+            raise CheckpointError(
+                f"{table_name}: {part.file} cannot have {part.rows} ids in its range"
+            )
+    in_order = sorted(parts, key=lambda part: (part.rank, part.columns, part.block))
+    for part, following in pairwise(in_order):
+        is_same_shard = (
+            part.rank == following.rank and part.columns == following.columns
+        )
+        if is_same_shard and following.first_id <= part.last_id:
+            raise CheckpointError(
+                f"{table_name}: {part.file} and {following.file} have ids in the same"
+                " range"
+            )

@@ -130,12 +130,12 @@ def load_checkpoint(
         sources = find_sources([*sharded, *eager], warm, info, strict=strict)
         check_sources(chain, sources, warm)
         dense = {}
-        own = {}
+        model_dense = {}
         if warm.tables is None:
-            own = dense_tensors(model, sharded, eager)
+            model_dense = dense_tensors(model, sharded, eager)
             if DENSE in info.files:
                 dense = read_tensors(info.path / DENSE, info.files[DENSE])
-            check_dense(dense, own, strict=strict)
+            check_dense(dense, model_dense, strict=strict)
             # The dense tensors of a base are not used, but every file of a chain is
             # checked.
             for base in chain[:-1]:
@@ -145,42 +145,41 @@ def load_checkpoint(
             source for source in sources if is_shared(source.table.options.cold_store)
         ]
         _check_shared(left_alone, strict=strict)
-        present = [source for source in sources if source not in left_alone]
-        shards = [
-            (source, shard) for source in present for shard in source.table.shards
-        ]
-        on_rows = reporting(
-            progress, sum(rows_to_read(chain, source.name) for source, _ in shards)
-        )
-        for source, shard in shards:
-            fresh = shard.table.empty_copy()
-            loaded.append(
-                _LoadedShard(
-                    source.name, shard, fresh, isinstance(source.table, EagerModelTable)
+        replaced = [source for source in sources if source not in left_alone]
+        total_rows = 0
+        for source in replaced:
+            n_shards = len(source.table.shards)
+            total_rows += n_shards * rows_to_read(chain, source.name)
+        on_rows = reporting(progress, total_rows)
+        for source in replaced:
+            for shard in source.table.shards:
+                fresh = shard.table.empty_copy()
+                is_whole = isinstance(source.table, EagerModelTable)
+                loaded.append(_LoadedShard(source.name, shard, fresh, is_whole))
+                owned = None if shard.routing is None else shard.owned
+                row_shards = 1 if shard.routing is None else shard.routing.world_size
+                load_rows(
+                    fresh,
+                    source.name,
+                    chain,
+                    owned,
+                    on_rows,
+                    source.without_state(info, warm),
+                    expected_rows=info.tables[source.name].rows // row_shards,
                 )
-            )
-            owned = None if shard.routing is None else shard.owned
-            row_shards = 1 if shard.routing is None else shard.routing.world_size
-            load_rows(
-                fresh,
-                source.name,
-                chain,
-                owned,
-                on_rows,
-                source.without_state(info, warm),
-                expected_rows=info.tables[source.name].rows // row_shards,
-            )
-        check_replaceable(each.shard.table for each in loaded)
+        check_replaceable(loaded_shard.shard.table for loaded_shard in loaded)
     _check_rows(chain, loaded, env)
-    exchange_all((each.shard.table, each.fresh) for each in loaded)
-    load_dense(dense, own)
+    exchange_all(
+        (loaded_shard.shard.table, loaded_shard.fresh) for loaded_shard in loaded
+    )
+    load_dense(dense, model_dense)
     for source in left_alone:
         for shard in source.table.shards:
             state = saved_state(info, source.name).owned(shard.owned)
             if not warm.optimizer:  # The rows keep their states.
                 state = replace(state, optimizer_steps=shard.table.optimizer_steps)
             shard.table.set_state(state)
-    for source in present:
+    for source in replaced:
         if isinstance(source.table, EagerModelTable):
             source.table.module.forget_copies()
         else:
@@ -212,34 +211,40 @@ def _check_shared(shared: Sequence[Source], *, strict: bool) -> None:
 
 
 def _check_rows(
-    chain: Sequence[CheckpointInfo], loaded: Sequence[_LoadedShard], env: ShardingEnv
+    chain: Sequence[CheckpointInfo],
+    loaded: Sequence[_LoadedShard],
+    env: ShardingEnv,
 ) -> None:
     """Refuses the loaded rows if their number on all ranks differs from the metadata.
 
     Collective.
     """
-    # All column shards hold the same ids: one of them is counted.
-    held = [
-        (each.name, held_rows(each.fresh))
-        for each in loaded
-        if each.fresh.columns.start == 0 and not each.is_whole
-    ]
-    everywhere = [each for of_rank in all_gathered(held, env) for each in of_rank]
+    local_counts: list[tuple[str, int | None]] = []
+    for loaded_shard in loaded:
+        # All column shards hold the same ids: one of them is counted.
+        is_first = loaded_shard.fresh.columns.start == 0
+        if is_first and not loaded_shard.is_whole:
+            local_counts.append((loaded_shard.name, held_rows(loaded_shard.fresh)))
+    # By the name of the table. None: a shard had no room for some of its rows.
+    rows: dict[str, int | None] = {}
+    for rank_counts in all_gathered(local_counts, env):
+        for name, count in rank_counts:
+            total = rows.get(name, 0)
+            rows[name] = None if total is None or count is None else total + count
     with refused_together(env):
-        for name in sorted({name for name, _ in everywhere}) if env.rank == 0 else ():
-            counts = [count for other, count in everywhere if other == name]
-            check_rows(
-                chain,
-                name,
-                None if None in counts else sum(count or 0 for count in counts),
-            )
-        for each in loaded:
-            if each.is_whole:
-                check_rows(chain, each.name, held_rows(each.fresh))
+        if env.rank == 0:
+            for name in sorted(rows):
+                check_rows(chain, name, rows[name])
+        for loaded_shard in loaded:
+            if loaded_shard.is_whole:
+                check_rows(chain, loaded_shard.name, held_rows(loaded_shard.fresh))
 
 
 def _mark(
-    table: ModelTable, name: str, chain: Sequence[CheckpointInfo], warm: WarmStart
+    table: ModelTable,
+    name: str,
+    chain: Sequence[CheckpointInfo],
+    warm: WarmStart,
 ) -> None:
     """Marks the moment of the load for deltas of the checkpoint, if the table holds
     what the checkpoint has.

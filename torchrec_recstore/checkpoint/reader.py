@@ -35,9 +35,14 @@ class Block:
     """
 
     def __init__(
-        self, info: CheckpointInfo, table: TableInfo, parts: Sequence[PartInfo]
+        self,
+        info: CheckpointInfo,
+        table: TableInfo,
+        parts: Sequence[PartInfo],
     ) -> None:
-        self._info, self._table, self._parts = info, table, parts
+        self._info = info
+        self._table = table
+        self._parts = parts
         self._opened: list[tuple[PartInfo, Any]] = []
         self.rows = parts[0].rows
 
@@ -45,9 +50,9 @@ class Block:
         """Returns the ids, (N,) int64, of the first file that holds some of the
         columns, without any check.
         """
-        return _opened(self._info.path / self._covering(columns)[0].file).get_tensor(  # type: ignore[no-any-return]
-            "ids"
-        )
+        part = self._covering(columns)[0]
+        ids: Tensor = _opened(self._info.path / part.file).get_tensor("ids")
+        return ids
 
     def open(self, columns: range, *, verify: bool) -> Tensor:
         """Opens and checks the files that hold some of the columns, and returns the ids
@@ -56,21 +61,26 @@ class Block:
         Without ``verify``, the files must have been compared with their checksums
         before.
         """
-        every = []
+        parts_ids = []
         for part in self._covering(columns):
             file, ids = _checked(self._info, part, verify=verify)
             path = self._info.path / part.file
             _check_shapes(path, part, self._table, file)
-            every.append(ids)
-            if not torch.equal(ids, every[0]):
+            parts_ids.append(ids)
+            if not torch.equal(ids, parts_ids[0]):
+                first_part, _ = self._opened[0]
                 raise CheckpointError(
-                    f"{path} does not hold the rows that {self._opened[0][0].file} has"
+                    f"{path} does not hold the rows that {first_part.file} has"
                 )
             self._opened.append((part, file))
-        return every[0]
+        return parts_ids[0]
 
     def part(
-        self, columns: range, rows: slice = slice(None), *, states: bool = True
+        self,
+        columns: range,
+        rows: slice = slice(None),
+        *,
+        states: bool = True,
     ) -> Part:
         """Returns some of the rows after :meth:`open`, mapped from the files where
         nothing must be cut or joined.
@@ -82,11 +92,11 @@ class Block:
             names += state_names(self._table.optimizer)
         parts = []
         for part, file in self._opened:
-            if overlap(range(*part.columns), columns):
-                read = {name: file.get_slice(name)[rows] for name in names}
-                parts.append(
-                    Part(file.get_slice("ids")[rows], range(*part.columns), read)
-                )
+            part_columns = range(*part.columns)
+            if overlap(part_columns, columns):
+                ids = file.get_slice("ids")[rows]
+                tensors = {name: file.get_slice(name)[rows] for name in names}
+                parts.append(Part(ids, part_columns, tensors))
         return Part.joined(parts, columns)
 
     def _covering(self, columns: range) -> list[PartInfo]:
@@ -98,11 +108,11 @@ def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
     ascending order of the ids.
     """
     table = info.tables[name]
-    found: dict[tuple[int, int, int], list[PartInfo]] = defaultdict(list)
+    parts_by_block: dict[tuple[int, int, int], list[PartInfo]] = defaultdict(list)
     for part in table.parts:
-        found[part.block].append(part)
+        parts_by_block[part.block].append(part)
     by_rank: dict[int, list[Block]] = defaultdict(list)
-    for _, parts in sorted(found.items()):
+    for _, parts in sorted(parts_by_block.items()):
         parts.sort(key=lambda part: part.columns)
         if [part.columns for part in parts] != sorted(table.columns):
             raise CheckpointError(
@@ -129,11 +139,8 @@ def saved_state(info: CheckpointInfo, name: str) -> TableState:
     states = [TableState(table.steps, table.optimizer_steps, table.times)]
     for file in table.sightings:
         try:
-            states.append(
-                TableState.from_tensors(
-                    read_tensors(info.path / file, info.files[file])
-                )
-            )
+            sightings = read_tensors(info.path / file, info.files[file])
+            states.append(TableState.from_tensors(sightings))
         except ValueError as error:
             raise CheckpointError(f"{info.path / file}: {error}") from error
     return TableState.merged(states)
@@ -152,7 +159,10 @@ def _opened(path: Path) -> Any:
 
 
 def _checked(
-    info: CheckpointInfo, part: PartInfo, *, verify: bool
+    info: CheckpointInfo,
+    part: PartInfo,
+    *,
+    verify: bool,
 ) -> tuple[Any, Tensor]:
     """Opens a file, compares its ids with the metadata, and returns the file and the
     ids.
@@ -167,9 +177,9 @@ def _checked(
             f"{path} has ids of shape {tuple(ids.shape)}, and metadata.json says"
             f" {part.rows}"
         )
-    if (int(ids[0]), int(ids[-1])) != (part.first_id, part.last_id) or bool(
-        (ids[1:] <= ids[:-1]).any()
-    ):
+    has_ends = int(ids[0]) == part.first_id and int(ids[-1]) == part.last_id
+    is_ascending = bool((ids[1:] > ids[:-1]).all())
+    if not has_ends or not is_ascending:
         raise CheckpointError(
             f"{path} does not have the ids from {part.first_id} to {part.last_id}, each"
             " once"
@@ -179,20 +189,19 @@ def _checked(
 
 def _check_shapes(path: Path, part: PartInfo, table: TableInfo, file: Any) -> None:
     columns = part.columns[1] - part.columns[0]
-    wanted = {
-        "weight": [part.rows, stored_columns(getattr(torch, table.dtype), columns)]
-    }
+    dtype = getattr(torch, table.dtype)
+    expected = {"weight": [part.rows, stored_columns(dtype, columns)]}
     for name, kind in state_names(table.optimizer).items():
-        wanted[name] = [part.rows, columns] if kind == "element" else [part.rows]
-    wanted |= {name: [part.rows] for name in STAMPS}
-    found = {
-        name: list(file.get_slice(name).get_shape())
-        for name in file.keys()  # noqa: SIM118
-        if name != "ids"
-    }
-    if found != wanted:
+        expected[name] = [part.rows, columns] if kind == "element" else [part.rows]
+    for name in STAMPS:
+        expected[name] = [part.rows]
+    shapes = {}
+    for name in file.keys():  # noqa: SIM118
+        if name != "ids":
+            shapes[name] = list(file.get_slice(name).get_shape())
+    if shapes != expected:
         raise CheckpointError(
-            f"{path} has tensors of the shapes {found} instead of {wanted}"
+            f"{path} has tensors of the shapes {shapes} instead of {expected}"
         )
 
 
@@ -213,30 +222,33 @@ def check_fits(
     messages name the arguments of a load that would help.
     """
     if saved.dim != dim:
-        raise ValueError(
-            f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in"
-            f" {owner}"
-            + (
+        hint = ""
+        if hints:
+            hint = (
                 ": a function in rows={...}, with optimizer=False, can make rows of the"
                 " other dim"
-                if hints
-                else ""
             )
+        raise ValueError(
+            f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in"
+            f" {owner}{hint}"
         )
     if optimizer is not None and state_names(saved.optimizer) != state_names(optimizer):
+        hint = ": optimizer=False loads the rows without it" if hints else ""
         raise ValueError(
             f"table {name!r} was saved with the optimizer {saved.optimizer}, "
-            f"whose state does not fit {owner}'s {optimizer}"
-            + (": optimizer=False loads the rows without it" if hints else "")
+            f"whose state does not fit {owner}'s {optimizer}{hint}"
         )
 
 
 def rows_to_read(chain: Sequence[CheckpointInfo], name: str) -> int:
     """Returns the number of a table's rows that :func:`load_rows` reports in all."""
-    tables = (info.tables[name] for info in chain if name in info.tables)
-    return sum(
-        part.rows for table in tables for part in table.parts if part.columns[0] == 0
-    )
+    rows = 0
+    for info in chain:
+        if name in info.tables:
+            for part in info.tables[name].parts:
+                if part.columns[0] == 0:
+                    rows += part.rows
+    return rows
 
 
 def load_rows(
@@ -261,28 +273,23 @@ def load_rows(
     table.reserve(expected_rows)
     # The state comes first: eviction computes the age of the rows from it.
     state = saved_state(chain[-1], name).owned(owned)
-    table.set_state(state if without_state is None else without_state.state(state))
-    columns = (
-        table.columns
-        if without_state is None
-        else without_state.source_columns(table.columns)
-    )
+    columns = table.columns
+    if without_state is not None:
+        state = without_state.state(state)
+        columns = without_state.source_columns(table.columns)
+    table.set_state(state)
     for info in chain:
         if name not in info.tables:
             continue  # The table was added after this checkpoint was saved.
         _remove_rows(table, info.tables[name], info)
-        for count, part in _one_ahead(
-            _parts_of(info, name, columns, owned, states=without_state is None)
-        ):
+        saved_options = info.tables[name].options
+        parts = _parts_of(info, name, columns, owned, states=without_state is None)
+        for count, part in _one_ahead(parts):
             if part is not None:
-                part = part.with_frequencies_of(
-                    info.tables[name].options, table.options
-                )
-                table.write(
-                    part
-                    if without_state is None
-                    else without_state.part(part, table.columns)
-                )
+                part = part.with_frequencies_of(saved_options, table.options)
+                if without_state is not None:
+                    part = without_state.part(part, table.columns)
+                table.write(part)
             on_rows(count)
 
 
@@ -297,14 +304,15 @@ def _parts_of(
     """Yields for each block its number of rows, and the rows of the block that belong
     to the shard.
     """
-    for block in (block for of_rank in blocks_by_rank(info, name) for block in of_rank):
-        # The ids are not checked yet. The shard that owns a damaged id reads the file
-        # too, and finds the damage.
-        if owned is not None and not owned(block.ids(columns)).any():
-            yield block.rows, None
-            continue
-        block.open(columns, verify=True)
-        yield block.rows, block.part(columns, states=states).owned(owned)
+    for rank_blocks in blocks_by_rank(info, name):
+        for block in rank_blocks:
+            # The ids are not checked yet. The shard that owns a damaged id reads the
+            # file too, and finds the damage.
+            if owned is not None and not owned(block.ids(columns)).any():
+                yield block.rows, None
+                continue
+            block.open(columns, verify=True)
+            yield block.rows, block.part(columns, states=states).owned(owned)
 
 
 def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
@@ -314,33 +322,32 @@ def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
     """
     end = object()
     with ThreadPoolExecutor(1, "checkpoint-files") as thread:
-        coming = thread.submit(next, items, end)
-        while (item := coming.result()) is not end:
-            coming = thread.submit(next, items, end)
+        item = thread.submit(next, items, end).result()
+        while item is not end:
+            following = thread.submit(next, items, end)
             yield cast(_T, item)
+            item = following.result()
 
 
 def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> None:
     """Removes the ids that left the table between the base of a delta and the delta."""
     if info.delta_of is None:
         return
-    listed = (listed_ids(info, part, verify=True) for part in contents.removed)
     if contents.removal == "left":
-        for ids in listed:
-            table.remove(ids)
+        for part in contents.removed:
+            table.remove(listed_ids(info, part, verify=True))
         return
-    ids = table.ids()
-    for some in listed:
-        ids = ids[~among(ids, some)]
-    table.remove(ids)
+    leaving = table.ids()
+    for part in contents.removed:
+        staying = listed_ids(info, part, verify=True)
+        leaving = leaving[~among(leaving, staying)]
+    table.remove(leaving)
 
 
 def held_rows(table: Table) -> int | None:
     """Returns the number of rows of a shard after :func:`load_rows`; None if the shard
     had no room for some of them.
     """
-    return (
-        None
-        if table.stats().evicted and table.options.cold_store is None
-        else len(table)
-    )
+    if table.stats().evicted and table.options.cold_store is None:
+        return None
+    return len(table)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -98,47 +97,58 @@ def top_rows(
         raise ValueError("by='drift' compares with an earlier checkpoint: pass since=")
     opened = _open(source, table)
     earlier = None if since is None else _Earlier(since, opened)
-    best = torch.empty(0, dtype=torch.int64)
-    shown: dict[str, Tensor] = {}
-    measured: dict[str, list[Tensor]] = {
-        "frequency": [],
-        "norm": [],
-        **({"drift": []} if earlier else {}),
-    }
-    for block, drift in (
-        zip(opened.blocks(), repeat(None)) if earlier is None else earlier.blocks()
-    ):
-        columns = {
-            **{name: block.rows[name] for name in STAMPS},
-            "norm": block.weights.norm(dim=1),
-        }
+    top_ids = torch.empty(0, dtype=torch.int64)
+    top_columns: dict[str, Tensor] = {}
+    # The values of all rows, in parts.
+    measured: dict[str, list[Tensor]] = {"frequency": [], "norm": []}
+    if earlier is not None:
+        measured["drift"] = []
+    for block, drift in _blocks_with_drift(opened, earlier):
+        columns = {name: block.rows[name] for name in STAMPS}
+        columns["norm"] = block.weights.norm(dim=1)
         if isinstance(opened.options.eviction, Scored):
             columns["frequency"] = torch.zeros_like(columns["frequency"])
         if drift is not None:
             columns["drift"] = drift
         for name, parts in measured.items():
-            parts.append(columns[name][~columns[name].isnan()].float())
-        best = torch.cat([best, block.ids])
-        shown = {
-            name: torch.cat([shown[name], each]) if shown else each
-            for name, each in columns.items()
-        }
-        order = descending(shown[by].double().nan_to_num(nan=-torch.inf), best)[:count]
-        best, shown = best[order], {name: each[order] for name, each in shown.items()}
+            values = columns[name]
+            parts.append(values[~values.isnan()].float())
+        top_ids = torch.cat([top_ids, block.ids])
+        for name, values in columns.items():
+            if name in top_columns:
+                values = torch.cat([top_columns[name], values])
+            top_columns[name] = values
+        keys = top_columns[by].double().nan_to_num(nan=-torch.inf)
+        order = descending(keys, top_ids)[:count]
+        top_ids = top_ids[order]
+        for name in top_columns:
+            top_columns[name] = top_columns[name][order]
         advance(len(block.ids))
+    quantiles = {}
+    for name, parts in measured.items():
+        if parts:
+            quantiles[name] = _quantiles(torch.cat(parts))
     return TopRows(
         rows=opened.rows,
         steps=opened.steps,
-        added=opened.rows - earlier.kept if earlier else None,
-        gone=earlier.rows - earlier.kept if earlier else None,
-        ids=best,
-        columns=shown,
-        quantiles={
-            name: _quantiles(torch.cat(parts))
-            for name, parts in measured.items()
-            if parts
-        },
+        added=None if earlier is None else opened.rows - earlier.remaining,
+        gone=None if earlier is None else earlier.rows - earlier.remaining,
+        ids=top_ids,
+        columns=top_columns,
+        quantiles=quantiles,
     )
+
+
+def _blocks_with_drift(
+    opened: _Opened,
+    earlier: _Earlier | None,
+) -> Iterator[tuple[Part, Tensor | None]]:
+    """Yields the rows, and their drift if there is an earlier checkpoint."""
+    if earlier is not None:
+        yield from earlier.blocks()
+        return
+    for block in opened.blocks():
+        yield block, None
 
 
 def neighbours(
@@ -177,8 +187,9 @@ def neighbours(
     opened = _open(source, table)
     row = None
     for block in opened.blocks():
-        found = block.weights[block.ids == id]
-        row = found[0] if len(found) else row
+        matching_rows = block.weights[block.ids == id]
+        if len(matching_rows):
+            row = matching_rows[0]
         advance(len(block.ids))
     if row is None:
         raise ValueError(f"id {id} has no row in {opened.name}")
@@ -186,7 +197,12 @@ def neighbours(
 
 
 def nearest(
-    table: Table, row: Tensor, *, but: int, count: int = 10, metric: Metric = "cosine"
+    table: Table,
+    row: Tensor,
+    *,
+    but: int,
+    count: int = 10,
+    metric: Metric = "cosine",
 ) -> tuple[Tensor, Tensor]:
     """Returns the rows of a table that are nearest to ``row``, (dim,) float32, without
     that of ``but``, as above.
@@ -195,9 +211,10 @@ def nearest(
     return _nearest(_OfTable(table), row, but, metric, count, lambda rows: None)
 
 
-def _check_arguments(name: str, value: str, known: Any, count: int) -> None:
-    if value not in get_args(known):
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(known))}")
+def _check_arguments(name: str, value: str, literal: Any, count: int) -> None:
+    choices = get_args(literal)
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
     if count < 1:
         raise ValueError(f"count must be at least 1, not {count}")
 
@@ -215,17 +232,19 @@ def _nearest(
         "dot": lambda weights: weights @ row,
         "l2": lambda weights: (weights - row).norm(dim=1),
     }
-    ids, near = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    ids = torch.empty(0, dtype=torch.int64)
+    values = torch.empty(0)
     for block in opened.blocks():
-        others = block.ids != but
-        ids = torch.cat([ids, block.ids[others]])
-        near = torch.cat([near, nearness[metric](block.weights[others])])
-        order = descending(near.double() if metric != "l2" else -near.double(), ids)[
-            :count
-        ]
-        ids, near = ids[order], near[order]
+        is_candidate = block.ids != but
+        block_values = nearness[metric](block.weights[is_candidate])
+        ids = torch.cat([ids, block.ids[is_candidate]])
+        values = torch.cat([values, block_values])
+        keys = -values.double() if metric == "l2" else values.double()
+        order = descending(keys, ids)[:count]
+        ids = ids[order]
+        values = values[order]
         advance(len(block.ids))
-    return ids, near
+    return ids, values
 
 
 def descending(keys: Tensor, ids: Tensor) -> Tensor:
@@ -240,10 +259,11 @@ def _quantiles(measured: Tensor) -> dict[float, float]:
     if not len(measured):
         return {}
     ascending = measured.sort().values
-    return {
-        q: float(ascending[min(len(ascending) - 1, int(q * len(ascending)))])
-        for q in _QUANTILES
-    }
+    quantiles = {}
+    for fraction in _QUANTILES:
+        position = min(len(ascending) - 1, int(fraction * len(ascending)))
+        quantiles[fraction] = float(ascending[position])
+    return quantiles
 
 
 class _OfTable:
@@ -251,38 +271,43 @@ class _OfTable:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self.rows, self.steps, self.name = len(table), table.steps, repr(table)
+        self.rows = len(table)
+        self.steps = table.steps
+        self.name = repr(table)
         self.options = table.options
 
     def blocks(self) -> Parts:
         for ids in torch.split(self._table.ids(), _BLOCK_ROWS):
-            while True:
-                here = ids[self._table.contains(ids)]
-                try:
-                    part = self._table.part(here)
-                    break
-                except ValueError:
-                    # else rows have left since, in another thread
-                    if self._table.contains(here).all():
-                        raise
-            yield part
+            yield self._block(ids)
+
+    def _block(self, ids: Tensor) -> Part:
+        """Reads the rows of those of the ids that have one."""
+        while True:
+            present = ids[self._table.contains(ids)]
+            try:
+                return self._table.part(present)
+            except ValueError:
+                # Otherwise rows have left since, in another thread: try again.
+                if self._table.contains(present).all():
+                    raise
 
 
 class _OfCheckpoint:
     """Reads the rows of one table of a checkpoint."""
 
     def __init__(self, chain: list[CheckpointInfo], table: str) -> None:
-        self.chain, self.table = chain, table
         info = chain[-1].tables[table]
-        self.rows, self.steps, self.dim = info.rows, info.steps, info.dim
+        self.chain = chain
+        self.table = table
+        self.rows = info.rows
+        self.steps = info.steps
+        self.dim = info.dim
         self.options = info.options
         self.name = f"table {table!r} of {chain[-1].path}"
 
     def blocks(self) -> Parts:
-        return (
-            Part.joined(window, range(self.dim))
-            for window in FoldedTable(self.chain, self.table)
-        )
+        for window in FoldedTable(self.chain, self.table):
+            yield Part.joined(window, range(self.dim))
 
 
 _Opened = _OfTable | _OfCheckpoint
@@ -294,38 +319,38 @@ class _Earlier:
     def __init__(self, path: str | os.PathLike[str], later: _Opened) -> None:
         if not isinstance(later, _OfCheckpoint):
             raise ValueError("since= compares two checkpoints: save the table first")
-        before = _open(path, later.table)
-        assert isinstance(before, _OfCheckpoint)
-        if before.dim != later.dim:
+        earlier = _open(path, later.table)
+        assert isinstance(earlier, _OfCheckpoint)
+        if earlier.dim != later.dim:
             raise ValueError(
-                f"{later.name} has dim {later.dim}, and {before.name} has dim"
-                f" {before.dim}"
+                f"{later.name} has dim {later.dim}, and {earlier.name} has dim"
+                f" {earlier.dim}"
             )
-        self.rows, self.kept = before.rows, 0
-        self._later, self._before = later, before
+        self.rows = earlier.rows
+        self.remaining = 0  # the number of rows that the later checkpoint has, too
+        self._later = later
+        self._earlier = earlier
 
     def blocks(self) -> Iterator[tuple[Part, Tensor]]:
         """Yields the rows of the later checkpoint, and the L2 norm of each row's
         change, which is NaN for new rows.
         """
-        whole = range(self._later.dim)
-        tables = (
-            FoldedTable(each.chain, each.table) for each in (self._later, self._before)
-        )
-        for windows in together(*tables):
-            block, before = (
-                Part.joined(window, whole) if window else None for window in windows
-            )
-            if block is None:
+        columns = range(self._later.dim)
+        later_table = FoldedTable(self._later.chain, self._later.table)
+        earlier_table = FoldedTable(self._earlier.chain, self._earlier.table)
+        for later_window, earlier_window in together(later_table, earlier_table):
+            if not later_window:
                 return
-            changes = torch.full((len(block),), torch.nan)
-            if before is not None:
-                known, here = among(block.ids, before.ids), among(before.ids, block.ids)
-                changes[known] = (block.weights[known] - before.weights[here]).norm(
-                    dim=1
-                )
-                self.kept += int(known.sum())
-            yield block, changes
+            later = Part.joined(later_window, columns)
+            changes = torch.full((len(later),), torch.nan)
+            if earlier_window:
+                earlier = Part.joined(earlier_window, columns)
+                in_earlier = among(later.ids, earlier.ids)
+                in_later = among(earlier.ids, later.ids)
+                difference = later.weights[in_earlier] - earlier.weights[in_later]
+                changes[in_earlier] = difference.norm(dim=1)
+                self.remaining += int(in_earlier.sum())
+            yield later, changes
 
 
 def _open(source: Source, table: str | None) -> _Opened:
@@ -341,10 +366,8 @@ def _open(source: Source, table: str | None) -> _Opened:
     if table is None and len(names) == 1:
         (table,) = names
     if table not in names:
-        named = (
-            "name one of its tables"
-            if table is None
-            else f"there is no table {table!r}"
-        )
-        raise ValueError(f"{chain[-1].path}: {named}: {', '.join(sorted(names))}")
+        problem = f"there is no table {table!r}"
+        if table is None:
+            problem = "name one of its tables"
+        raise ValueError(f"{chain[-1].path}: {problem}: {', '.join(sorted(names))}")
     return _OfCheckpoint(list(chain), table)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +24,7 @@ from torchrec_recstore.checkpoint.info import (
     TRAINING_STATE,
     CheckpointInfo,
     DeltaOf,
+    PartInfo,
     TableInfo,
     read_chain,
 )
@@ -41,7 +42,11 @@ from torchrec_recstore.sharders.gather import (
     refused_together,
     whole_environment,
 )
-from torchrec_recstore.sharders.model_tables import dense_tensors, recstore_tables
+from torchrec_recstore.sharders.model_tables import (
+    ModelTable,
+    dense_tensors,
+    recstore_tables,
+)
 from torchrec_recstore.store import TableState
 from torchrec_recstore.store.table import check_applied
 
@@ -101,7 +106,13 @@ def save_checkpoint(
             waited for. Nothing has been saved, and the call can be repeated.
     """
     return _Save(
-        model, path, delta_of, overwrite, training_state, progress, polite=False
+        model,
+        path,
+        delta_of,
+        overwrite,
+        training_state,
+        progress,
+        polite=False,
     ).write()
 
 
@@ -136,7 +147,13 @@ def async_save(
             :func:`save_checkpoint`.
     """
     save = _Save(
-        model, path, delta_of, overwrite, training_state, progress, polite=True
+        model,
+        path,
+        delta_of,
+        overwrite,
+        training_state,
+        progress,
+        polite=True,
     )
     try:
         return AsyncSave(save.path, save.write)
@@ -168,7 +185,8 @@ class _Save:
         env = whole_environment()
         self.env = _background_environment(env) if polite else env
         self.path = Path(os.path.realpath(path))
-        self._polite, self._progress = polite, progress
+        self._polite = polite
+        self._progress = progress
         self._shards: dict[str, list[SavedShard]] = {}
         self._delta_of: DeltaOf | None = None
         self._destination: Destination | None = None
@@ -192,38 +210,47 @@ class _Save:
                 self._training_state = encode(training_state, self._tensors)
                 self._dense = dense_tensors(model, self._tables)
                 for table in self._tables:
-                    # Where rows are kept, and whether this model trains them, are no
-                    # properties of the rows.
-                    options = replace(
-                        table.state.options, cold_store=None, frozen=False
+                    self._take_snapshots(
+                        table,
+                        None if marks is None else marks[table.name],
+                        undo,
                     )
-                    self._shards[table.name] = []
-                    for number, shard in enumerate(table.shards):
-                        snapshot = shard.table.snapshot(
-                            None if marks is None else marks[table.name][number]
-                        )
-                        undo.enter_context(snapshot)
-                        saved = SavedShard(
-                            table.name,
-                            shard.table,
-                            snapshot,
-                            options,
-                            shard.table.state(),
-                        )
-                        self._shards[table.name].append(saved)
                 if polite:  # Training changes the tensors while the copies are written.
-                    self._dense = {
-                        key: value.clone() for key, value in self._dense.items()
-                    }
-                    self._tensors = {
-                        key: value.detach().clone()
-                        for key, value in self._tensors.items()
-                    }
+                    for key, value in self._dense.items():
+                        self._dense[key] = value.clone()
+                    for key, value in self._tensors.items():
+                        self._tensors[key] = value.detach().clone()
             self._choose_removals(env)
             self.snapshots = undo.pop_all()  # and the lock of the path
 
+    def _take_snapshots(
+        self,
+        table: ModelTable,
+        marks: Sequence[int] | None,
+        undo: ExitStack,
+    ) -> None:
+        """Takes a snapshot of each shard of a table, of the rows that have changed
+        since the shard's mark.
+        """
+        # Where rows are kept, and whether this model trains them, are no properties of
+        # the rows.
+        options = replace(table.state.options, cold_store=None, frozen=False)
+        self._shards[table.name] = []
+        for number, shard in enumerate(table.shards):
+            snapshot = shard.table.snapshot(None if marks is None else marks[number])
+            undo.enter_context(snapshot)
+            saved_shard = SavedShard(
+                name=table.name,
+                table=shard.table,
+                snapshot=snapshot,
+                options=options,
+                state=shard.table.state(),
+            )
+            self._shards[table.name].append(saved_shard)
+
     def _marks_since(
-        self, chain: Sequence[CheckpointInfo]
+        self,
+        chain: Sequence[CheckpointInfo],
     ) -> Mapping[str, Sequence[int]] | None:
         """Returns for each table the change marks of its shards that the base of a
         delta has set; None without base.
@@ -231,23 +258,25 @@ class _Save:
         if not chain:
             return None
         base = chain[-1]
-        if any(self.path in (each.path, *each.path.parents) for each in chain):
-            raise ValueError(
-                f"a delta of {base.path} cannot replace {self.path}, which is needed to"
-                " load it"
-            )
+        for info in chain:
+            if self.path in (info.path, *info.path.parents):
+                raise ValueError(
+                    f"a delta of {base.path} cannot replace {self.path}, which is"
+                    " needed to load it"
+                )
         marks = {}
         for table in self._tables:
-            of_module = table.module.recstore_state.marks.get(base.checksum, {})
-            if table.config_name in of_module and table.name in base.tables:
-                marks[table.name] = of_module[table.config_name]
+            module_marks = table.module.recstore_state.marks.get(base.checksum, {})
+            if table.config_name in module_marks and table.name in base.tables:
+                marks[table.name] = module_marks[table.config_name]
         if len(marks) < len(self._tables):
             raise ValueError(
                 f"delta_of: this model has neither saved nor loaded {base.path}: save"
                 " without delta_of"
             )
         self._delta_of = DeltaOf(
-            os.path.relpath(base.path, self.path.parent), base.checksum
+            os.path.relpath(base.path, self.path.parent),
+            base.checksum,
         )
         return marks
 
@@ -257,26 +286,27 @@ class _Save:
         """
         if self._delta_of is None:
             return
-        local = {
-            name: [
-                (
-                    None if s.snapshot.left is None else len(s.snapshot.left),
-                    s.snapshot.table_rows,
-                )
-                for s in shards
-            ]
-            for name, shards in self._shards.items()
-        }
-        gathered = all_gathered(local, env)
+        local_counts = {}
+        for name, shards in self._shards.items():
+            local_counts[name] = _IdCounts.of_shards(shards)
+        gathered = all_gathered(local_counts, env)
         with refused_together(env):
             for name, shards in self._shards.items():
-                counts = [count for of_rank in gathered for count in of_rank[name]]
-                left = sum(left for left, _ in counts if left is not None)
-                known = all(left is not None for left, _ in counts)
-                few = known and left <= sum(rows for _, rows in counts)
+                are_known = True
+                leaving = 0
+                staying = 0
+                for rank_counts in gathered:
+                    counts = rank_counts[name]
+                    are_known = are_known and counts.are_known
+                    leaving += counts.leaving
+                    staying += counts.staying
                 for shard in shards:
-                    shard.removal = "left" if few else "stay"
-                    shard.listed = shard.snapshot.left if few else shard.table.ids()
+                    if are_known and leaving <= staying:
+                        shard.removal = "left"
+                        shard.listed = shard.snapshot.left
+                    else:
+                        shard.removal = "stay"
+                        shard.listed = shard.table.ids()
 
     def write(self) -> CheckpointInfo:
         """Writes the checkpoint, keeps its change marks for a later delta, and returns
@@ -288,10 +318,9 @@ class _Save:
             state = table.module.recstore_state
             base = None if info.delta_of is None else info.delta_of.checksum
             state.note_rows_of(table.config_name, info.checksum, base)
+            shards = self._shards[table.name]
             marks = state.marks.setdefault(info.checksum, {})
-            marks[table.config_name] = [
-                shard.snapshot.mark for shard in self._shards[table.name]
-            ]
+            marks[table.config_name] = [shard.snapshot.mark for shard in shards]
         return info
 
     def _write(self) -> CheckpointInfo:
@@ -299,73 +328,71 @@ class _Save:
 
         Rank 0 then adds the metadata and publishes the checkpoint.
         """
+        staging: Path | None = None
         with refused_together(self.env):
-            made = None if self._destination is None else self._destination.stage()
-        staging = all_gathered(made, self.env)[0]
+            if self._destination is not None:
+                staging = self._destination.stage()
+        staging = all_gathered(staging, self.env)[0]
         assert staging is not None
-        contents: dict[str, list[TableInfo]] = {}
-        files: dict[str, FileInfo] = {}
+        files = _RankFiles({}, {})
         with refused_together(self.env):
-            writer = PartWriter(staging, self.env.rank, polite=self._polite)
-            total = sum(
-                len(shard.snapshot)
-                for shards in self._shards.values()
-                for shard in shards
-            )
-            on_rows = reporting(self._progress, total)
-            try:
-                for name, shards in self._shards.items():
-                    contents[name] = [
-                        write_shard(writer, shard, on_rows) for shard in shards
-                    ]
-                if self.env.rank == 0:
-                    writer.tensors(DENSE, self._dense)
-                    writer.tensors(TRAINING_STATE, self._tensors)
-            finally:
-                files = writer.close()
-        gathered = all_gathered((contents, files), self.env)
+            files = self._write_files(staging)
+        gathered = all_gathered(files, self.env)
         info: CheckpointInfo | None = None
         with refused_together(self.env):
             if self._destination is not None:
-                all_files = {
-                    file: info
-                    for _, of_rank in gathered
-                    for file, info in of_rank.items()
-                }
-                info = self._published(
-                    self._destination, [of_rank for of_rank, _ in gathered], all_files
-                )
+                info = self._published(self._destination, gathered)
         info = all_gathered(info, self.env)[0]
         assert info is not None
         return info
 
+    def _write_files(self, staging: Path) -> _RankFiles:
+        writer = PartWriter(staging, self.env.rank, polite=self._polite)
+        total_rows = 0
+        for shards in self._shards.values():
+            total_rows += sum(len(shard.snapshot) for shard in shards)
+        on_rows = reporting(self._progress, total_rows)
+        shard_infos: dict[str, list[TableInfo]] = {}
+        try:
+            for name, shards in self._shards.items():
+                shard_infos[name] = []
+                for shard in shards:
+                    shard_infos[name].append(write_shard(writer, shard, on_rows))
+            if self.env.rank == 0:
+                writer.tensors(DENSE, self._dense)
+                writer.tensors(TRAINING_STATE, self._tensors)
+        finally:
+            files = writer.close()
+        return _RankFiles(shard_infos, files)
+
     def _published(
         self,
         destination: Destination,
-        contents: Sequence[Mapping[str, list[TableInfo]]],
-        files: Mapping[str, FileInfo],
+        gathered: Sequence[_RankFiles],
     ) -> CheckpointInfo:
         """Writes the metadata of all ranks' files, and publishes the checkpoint.
 
         Rank 0 calls it.
         """
+        files: dict[str, FileInfo] = {}
+        for rank_files in gathered:
+            files.update(rank_files.files)
         for name, file in files.items():
-            written = destination.staging / name
-            if not written.is_file() or written.stat().st_size != file.bytes:
+            path = destination.staging / name
+            if not path.is_file() or path.stat().st_size != file.bytes:
                 raise OSError(
-                    f"rank 0 does not see {written}, which another rank has written: "
+                    f"rank 0 does not see {path}, which another rank has written: "
                     f"all ranks must share the filesystem of {self.path.parent}"
                 )
-        names = [table.name for table in self._tables]
-        tables = {
-            name: _merged(
-                [info for of_rank in contents for info in of_rank.get(name, ())]
-            )
-            for name in names
-        }
+        tables = {}
+        for table in self._tables:
+            shard_infos: list[TableInfo] = []
+            for rank_files in gathered:
+                shard_infos += rank_files.shards.get(table.name, ())
+            tables[table.name] = _merged(shard_infos)
         info = CheckpointInfo(
             path=self.path,
-            step=max((table.steps for table in tables.values()), default=0),
+            step=max((merged.steps for merged in tables.values()), default=0),
             world_size=self.env.world_size,
             tables=tables,
             files=files,
@@ -375,21 +402,60 @@ class _Save:
         return finish(destination, info, self._training_state)
 
 
+@dataclass(frozen=True)
+class _RankFiles:
+    """The files that a rank has written."""
+
+    shards: Mapping[str, list[TableInfo]]  # of each shard, by the name of the table
+    files: Mapping[str, FileInfo]  # by their names
+
+
+@dataclass(frozen=True)
+class _IdCounts:
+    """The numbers of ids of a table's shards on one rank."""
+
+    are_known: bool  # Whether all shards know which ids have left.
+    leaving: int  # since the base of a delta, of the shards that know it
+    staying: int
+
+    @staticmethod
+    def of_shards(shards: Sequence[SavedShard]) -> _IdCounts:
+        are_known = True
+        leaving = 0
+        staying = 0
+        for shard in shards:
+            if shard.snapshot.left is None:
+                are_known = False
+            else:
+                leaving += len(shard.snapshot.left)
+            staying += shard.snapshot.table_rows
+        return _IdCounts(are_known, leaving, staying)
+
+
 def _merged(infos: Sequence[TableInfo]) -> TableInfo:
     """Merges the metadata of the shards of a table."""
     state = TableState.merged(
         TableState(info.steps, info.optimizer_steps, info.times) for info in infos
     )
+    columns: set[tuple[int, int]] = set()
+    parts: list[PartInfo] = []
+    removed: list[PartInfo] = []
+    sightings: list[str] = []
+    for info in infos:
+        columns.update(info.columns)
+        parts += info.parts
+        removed += info.removed
+        sightings += info.sightings
     return replace(
         infos[0],
         rows=sum(info.rows for info in infos),
         steps=state.steps,
         optimizer_steps=state.optimizer_steps,
         times=state.times,
-        columns=tuple(sorted({columns for info in infos for columns in info.columns})),
-        parts=tuple(part for info in infos for part in info.parts),
-        removed=tuple(part for info in infos for part in info.removed),
-        sightings=tuple(file for info in infos for file in info.sightings),
+        columns=tuple(sorted(columns)),
+        parts=tuple(parts),
+        removed=tuple(removed),
+        sightings=tuple(sightings),
     )
 
 

@@ -31,7 +31,9 @@ class Source:
     given_name: str | None
 
     def without_state(
-        self, info: CheckpointInfo, warm: WarmStart
+        self,
+        info: CheckpointInfo,
+        warm: WarmStart,
     ) -> RowsWithoutState | None:
         """Returns how the rows are read if their optimizer states are not loaded."""
         if warm.optimizer and not self.table.options.frozen:
@@ -39,7 +41,11 @@ class Source:
         function = None if self.given_name is None else warm.rows[self.given_name]
         saved_dim = info.tables[self.name].dim
         return RowsWithoutState(
-            self.table.name, self.table.optimizer, saved_dim, self.table.dim, function
+            self.table.name,
+            self.table.optimizer,
+            saved_dim,
+            self.table.dim,
+            function,
         )
 
 
@@ -66,7 +72,8 @@ def find_sources(
             if table not in chosen:
                 raise warm.not_chosen(argument, table.name)
     saved_names = warm.saved_names(
-        [(table.name, table.full_name) for table in chosen], info.tables
+        [(table.name, table.full_name) for table in chosen],
+        info.tables,
     )
     sources = []
     missing = []

@@ -79,7 +79,8 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 ids = torch.arange(begin, begin + part.shape[0])
                 owned = shard.owned(ids)
                 rows = part[owned, columns.start : columns.stop].to(
-                    "cpu", torch.float32
+                    "cpu",
+                    torch.float32,
                 )
                 shard.table.insert_all(ids[owned], rows)
         tables[name].state.copies.forget(tables[name].config_name, WEIGHTS)
@@ -109,7 +110,10 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
 
 
 def stock_state_dict(
-    model: nn.Module, num_rows: Mapping[str, int], *, leave_out: bool = False
+    model: nn.Module,
+    num_rows: Mapping[str, int],
+    *,
+    leave_out: bool = False,
 ) -> dict[str, Any]:
     """Returns the ``state_dict`` of the unsharded model with TorchRec's own tables, on
     every rank.
@@ -140,17 +144,12 @@ def stock_state_dict(
     counts = _counted_tables(model, num_rows, leave_out)
     with rows_left_out(model):
         state = model.state_dict()
-    state.update(
-        gathered(
-            {key: value for key, value in state.items() if _is_sharded(value)},
-            _env(counts),
-        )
-    )
+    sharded = {key: value for key, value in state.items() if _is_sharded(value)}
+    state.update(gathered(sharded, _env(counts)))
     for table, rows in counts.items():
         dtype = ShardLayout(table.name, table.state.shards, table.state.env).dtype
-        state[table.weight_key] = export_dense_weights(model, table.name, rows).to(
-            dtype
-        )
+        weights = export_dense_weights(model, table.name, rows)
+        state[table.weight_key] = weights.to(dtype)
     return state
 
 
@@ -186,29 +185,28 @@ def stock_optimizer_state_dict(
     """
     counts = _counted_tables(model, num_rows, leave_out)
     env = _env(counts)
-    names = {table.weight_key: _stock_names(table) for table in counts}
+    stock_names = {table.weight_key: _stock_names(table) for table in counts}
+    stock_states: dict[str, Any] = {}
     with rows_left_out(model):
-        own = {
-            key: states
-            for key, states in model.fused_optimizer.state_dict()["state"].items()
-            if key not in names
-        }
-    state: dict[str, dict[str, Tensor]] = {
-        key: {} for keys in all_gathered(list(own), env) for key in keys
-    }
-    parts = {
-        (key, name): value
-        for key, states in own.items()
-        for name, value in states.items()
-    }
+        for key, states in model.fused_optimizer.state_dict()["state"].items():
+            if key not in stock_names:
+                stock_states[key] = states
+    result: dict[str, dict[str, Tensor]] = {}
+    for rank_keys in all_gathered(list(stock_states), env):
+        for key in rank_keys:
+            result[key] = {}
+    parts: dict[tuple[str, str], Any] = {}
+    for key, states in stock_states.items():
+        for name, value in states.items():
+            parts[key, name] = value
     for (key, name), value in gathered(parts, env).items():
-        state[key][name] = value
+        result[key][name] = value
     for table, rows in counts.items():
-        states = _exported(table, rows, optim.state_names(table.state.optimizer))
-        state[table.weight_key] = {
-            stock: states[name] for name, stock in names[table.weight_key].items()
-        }
-    return {"state": state}
+        exported = _exported(table, rows, optim.state_names(table.state.optimizer))
+        result[table.weight_key] = {}
+        for name, stock_name in stock_names[table.weight_key].items():
+            result[table.weight_key][stock_name] = exported[name]
+    return {"state": result}
 
 
 def load_stock_state_dict(
@@ -245,42 +243,45 @@ def load_stock_state_dict(
             " model.fused_optimizer.state_dict()"
         )
     with rows_left_out(model):
-        own, own_states = (
-            model.state_dict(),
-            model.fused_optimizer.state_dict()["state"],
-        )
-    states: dict[str, dict[str, Tensor]] = {}
-    fused: list[tuple[Any, Tensor]] = []
+        model_state = model.state_dict()
+        fused_states = model.fused_optimizer.state_dict()["state"]
+    row_states: dict[str, dict[str, Tensor]] = {}
+    stock_pairs: list[tuple[Any, Tensor]] = []
     with refused_together(_env(tables.values())):
         for table in tables.values():
             check_not_shared(table.state.shards)
-        plain = _checked_weights(tables, state_dict, own)
+        plain = _checked_weights(tables, state_dict, model_state)
         if optimizer_state_dict is not None:
-            given = optimizer_state_dict["state"]
+            new_states = optimizer_state_dict["state"]
             for key, table in tables.items():
-                starts = sorted(
-                    {offsets[1] for offsets, _ in _local_parts(state_dict[key])}
+                starts = {offsets[1] for offsets, _ in _local_parts(state_dict[key])}
+                row_states[key] = _checked_states(
+                    table,
+                    new_states.get(key, {}),
+                    len(plain[key]),
+                    sorted(starts),
+                    optimizer_steps,
                 )
-                states[key] = _checked_states(
-                    table, given.get(key, {}), len(plain[key]), starts, optimizer_steps
-                )
-            fused = _checked_pairs(
-                given, {key: own_states[key] for key in own_states.keys() - tables}, own
-            )
-    rest = {key: value for key, value in plain.items() if key not in tables}
-    for key, value in rest.items():
-        if _is_sharded(own[key]):
-            fill(own[key], value)
-            rest[key] = own[key]
+            stock_keys = fused_states.keys() - tables
+            stock_states = {key: fused_states[key] for key in stock_keys}
+            stock_pairs = _checked_pairs(new_states, stock_states, model_state)
+    stock_entries = {}
+    for key, value in plain.items():
+        if key in tables:
+            continue
+        stock_entries[key] = value
+        if _is_sharded(model_state[key]):
+            fill(model_state[key], value)
+            stock_entries[key] = model_state[key]
     with rows_left_out(model):
-        model.load_state_dict(rest)
-    for value, part in fused:
-        fill(value, part)
+        model.load_state_dict(stock_entries)
+    for value, plain_state in stock_pairs:
+        fill(value, plain_state)
     for key, table in tables.items():
         replace_rows(table.state.shards, WholeRows(key, plain[key], None))
         table.module.recstore_state.forget_replaced(table.config_name)
-        if key in states:
-            table.state.load_state_dict(states[key])
+        if key in row_states:
+            table.state.load_state_dict(row_states[key])
 
 
 def load_into_stock(
@@ -304,7 +305,8 @@ def load_into_stock(
         ValueError: An entry is missing, unknown or of another shape, or the model has
             RecStore tables.
     """
-    if names := sorted(table.name for table in recstore_tables(model)):
+    names = sorted(table.name for table in recstore_tables(model))
+    if names:
         raise ValueError(
             f"{', '.join(map(repr, names))} are RecStore tables: call"
             " load_stock_state_dict"
@@ -331,46 +333,46 @@ def _local_parts(value: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
                 "a DTensor without TorchRec's LocalShardsWrapper is not a table of"
                 " TorchRec"
             )
-        for offsets, part in zip(
-            local.local_offsets(), local.local_shards(), strict=True
-        ):
+        parts = zip(local.local_offsets(), local.local_shards(), strict=True)
+        for offsets, part in parts:
             yield tuple(offsets), part.detach()
     else:
         yield (0,) * value.dim(), value.detach()
 
 
-def whole(what: str, value: Any) -> Tensor:
+def to_plain(key: str, value: Any) -> Tensor:
     """Returns a plain tensor for a sharded one, or raises a ValueError that names
-    ``what`` if a part is elsewhere.
+    ``key`` if another process holds a part.
     """
     if not _is_sharded(value):
         return value.detach()  # type: ignore[no-any-return]
-    out, held = _filled(value)
-    if held != out.numel():
+    plain, n_local = _filled(value)
+    if n_local != plain.numel():
         raise ValueError(
-            f"{what} is sharded over several processes: convert it in a process that"
+            f"{key} is sharded over several processes: convert it in a process that"
             " holds all its shards"
         )
-    return out
+    return plain
 
 
 def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]:
     """Gathers plain tensors from the parts of all ranks, on every rank. Collective."""
     # A rank without a part of a tensor may lack its key, which is the case in
     # TorchRec's optimizer states.
-    sizes = {key: (tuple(value.size()), value.dtype) for key, value in values.items()}
-    everywhere = {
-        key: size
-        for of_rank in all_gathered(sizes, env)
-        for key, size in of_rank.items()
-    }
-    out: dict[_Key, Tensor] = {}
-    for key, (size, dtype) in everywhere.items():
-        out[key] = (
-            _filled(values[key])[0] if key in values else torch.zeros(size, dtype=dtype)
-        )
-        _summed(out[key], env)
-    return out
+    local_sizes: dict[_Key, tuple[tuple[int, ...], torch.dtype]] = {}
+    for key, value in values.items():
+        local_sizes[key] = (tuple(value.size()), value.dtype)
+    sizes: dict[_Key, tuple[tuple[int, ...], torch.dtype]] = {}
+    for rank_sizes in all_gathered(local_sizes, env):
+        sizes.update(rank_sizes)
+    plain: dict[_Key, Tensor] = {}
+    for key, (size, dtype) in sizes.items():
+        if key in values:
+            plain[key], _ = _filled(values[key])
+        else:
+            plain[key] = torch.zeros(size, dtype=dtype)
+        _summed(plain[key], env)
+    return plain
 
 
 def _summed(value: Tensor, env: ShardingEnv) -> None:
@@ -395,19 +397,20 @@ def _filled(value: Any) -> tuple[Tensor, int]:
     """Returns a plain tensor with this rank's parts and zeros, and the number of its
     cells on this rank.
     """
-    out = torch.zeros(value.size(), dtype=value.dtype)
-    held = 0
+    plain = torch.zeros(value.size(), dtype=value.dtype)
+    n_local = 0
     for offsets, part in _local_parts(value):
-        out[_cut(offsets, part)] = part.cpu()
-        held += part.numel()
-    return out, held
+        plain[_cut(offsets, part)] = part.cpu()
+        n_local += part.numel()
+    return plain, n_local
 
 
 def _cut(offsets: tuple[int, ...], part: Tensor) -> tuple[slice, ...]:
-    return tuple(
-        slice(begin, begin + size)
-        for begin, size in zip(offsets, part.shape, strict=True)
-    )
+    """Returns the index of a part in the whole tensor."""
+    slices = []
+    for begin, size in zip(offsets, part.shape, strict=True):
+        slices.append(slice(begin, begin + size))
+    return tuple(slices)
 
 
 def _stock_names(table: ModelTable) -> dict[str, str]:
@@ -417,33 +420,38 @@ def _stock_names(table: ModelTable) -> dict[str, str]:
     """
     optimizer = table.state.optimizer
     names = list(optim.state_names(optimizer))
-    lacking = isinstance(optimizer, optim.AdamW) or (
-        isinstance(optimizer, optim.SGD) and names
-    )
-    if lacking or not isinstance(optimizer, _STOCK):
+    has_momentum = isinstance(optimizer, optim.SGD) and bool(names)
+    if (
+        has_momentum
+        or isinstance(optimizer, optim.AdamW)
+        or not isinstance(optimizer, _STOCK)
+    ):
         raise ValueError(
             f"table {table.name!r}: TorchRec's fused tables have no optimizer"
             f" {optimizer}"
         )
-    return {
-        name: f"{table.config_name}.{name if i else 'momentum1'}"
-        for i, name in enumerate(names)
-    }
+    stock_names = {name: f"{table.config_name}.{name}" for name in names}
+    if names:  # TorchRec calls the first state so for each optimizer.
+        stock_names[names[0]] = f"{table.config_name}.momentum1"
+    return stock_names
 
 
 def _checked_states(
     table: ModelTable,
-    given: Mapping[str, Any],
+    stock_states: Mapping[str, Any],
     num_rows: int,
     starts: Sequence[int],
     optimizer_steps: int | None,
 ) -> dict[str, Tensor]:
-    """Checks TorchRec's state of a table whose column shards have these ``starts``, and
-    converts it to a RowState's.
+    """Checks TorchRec's state of a table, and converts it to a RowState's.
+
+    ``starts`` has the first column of each column shard.
     """
     names = _stock_names(table)
     _check_keys(
-        f"table {table.name!r}: the stock optimizer state", given, names.values()
+        f"table {table.name!r}: the stock optimizer state",
+        stock_states,
+        names.values(),
     )
     if optimizer_steps is None and isinstance(table.state.optimizer, optim.Adam):
         raise ValueError(
@@ -461,94 +469,104 @@ def _checked_states(
         **TableState(steps, optimizer_steps or 0).tensors(),
     }
     for name, kind in optim.state_names(table.state.optimizer).items():
-        value = whole(names[name], given[names[name]])
-        shape = (
-            (num_rows, table.dim) if kind == "element" else (num_rows * len(starts),)
-        )
-        if kind == "row" and tuple(value.shape) == (num_rows,):
-            value = value.repeat(len(starts))
+        stock_name = names[name]
+        value = to_plain(stock_name, stock_states[stock_name])
+        if kind == "element":
+            shape: tuple[int, ...] = (num_rows, table.dim)
+        else:
+            shape = (num_rows * len(starts),)
+            if tuple(value.shape) == (num_rows,):
+                value = value.repeat(len(starts))
         if tuple(value.shape) != shape:
             raise ValueError(
-                f"{names[name]} is of shape {tuple(value.shape)}, the table needs"
+                f"{stock_name} is of shape {tuple(value.shape)}, the table needs"
                 f" {shape}"
             )
-        # TorchRec 1.8.0 concatenates the row-wise states of column shards.
-        state[name] = (
-            value if kind == "element" else value.view(len(starts), num_rows).T
-        )
+        if kind == "row":
+            # TorchRec 1.8.0 concatenates the row-wise states of column shards.
+            value = value.view(len(starts), num_rows).T
+        state[name] = value
     return state
 
 
-def _check_keys(what: str, given: Iterable[str], expected: Iterable[str]) -> None:
-    missing, unknown = (
-        sorted(set(expected) - set(given)),
-        sorted(set(given) - set(expected)),
-    )
-    keys = missing or unknown
-    some = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+def _check_keys(label: str, keys: Iterable[str], expected: Iterable[str]) -> None:
+    missing = sorted(set(expected) - set(keys))
+    unknown = sorted(set(keys) - set(expected))
     if missing:
-        raise ValueError(f"{what} has no {some}")
+        raise ValueError(f"{label} has no {_first_three(missing)}")
     if unknown:
-        raise ValueError(f"{what} has {some}, which the model does not have")
+        raise ValueError(
+            f"{label} has {_first_three(unknown)}, which the model does not have"
+        )
+
+
+def _first_three(keys: Sequence[str]) -> str:
+    listed = ", ".join(keys[:3])
+    return f"{listed} and {len(keys) - 3} more" if len(keys) > 3 else listed
 
 
 def _env(tables: Iterable[ModelTable]) -> ShardingEnv:
-    return next((table.state.env for table in tables), None) or whole_environment()
+    for table in tables:
+        return table.state.env
+    return whole_environment()
 
 
 def _checked_weights(
-    tables: Mapping[str, ModelTable], given: Mapping[str, Any], own: Mapping[str, Any]
+    tables: Mapping[str, ModelTable],
+    state_dict: Mapping[str, Any],
+    model_state: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Checks that a stock ``state_dict`` fits the model, and returns it with plain
     tensors.
     """
-    _check_keys("the stock state_dict", given, own)
-    plain = {
-        key: whole(key, value) if isinstance(value, Tensor) else value
-        for key, value in given.items()
-    }
+    _check_keys("the stock state_dict", state_dict, model_state)
+    plain = {}
+    for key, value in state_dict.items():
+        plain[key] = to_plain(key, value) if isinstance(value, Tensor) else value
     for key, value in plain.items():
         if key not in tables:
-            if isinstance(own[key], Tensor):
-                _check_shape(key, value, own[key])
-        elif value.dim() != 2 or value.shape[1] != tables[key].dim:
-            name, dim = tables[key].name, tables[key].dim
+            if isinstance(model_state[key], Tensor):
+                _check_shape(key, value, model_state[key])
+            continue
+        table = tables[key]
+        if value.dim() != 2 or value.shape[1] != table.dim:
             raise ValueError(
-                f"table {name!r}: {key} is of shape {tuple(value.shape)}, and the"
-                f" table's dim is {dim}"
+                f"table {table.name!r}: {key} is of shape {tuple(value.shape)}, and the"
+                f" table's dim is {table.dim}"
             )
     return plain
 
 
 def _checked_pairs(
-    given: Mapping[str, Mapping[str, Any]],
-    own: Mapping[str, Mapping[str, Any]],
-    known: Iterable[str],
+    new_states: Mapping[str, Mapping[str, Any]],
+    model_states: Mapping[str, Mapping[str, Any]],
+    model_keys: Mapping[str, object],
 ) -> list[tuple[Any, Tensor]]:
     """Pairs this rank's states of TorchRec's fused tables, by the keys of their
     weights, with the tensors to copy.
     """
-    _check_keys(
-        "the stock optimizer state", [key for key in given if key not in set(known)], []
-    )
+    unknown = [key for key in new_states if key not in model_keys]
+    _check_keys("the stock optimizer state", unknown, [])
     pairs = []
-    for key, states in own.items():
-        _check_keys(f"{key}: the stock optimizer state", given.get(key, {}), states)
+    for key, states in model_states.items():
+        label = f"{key}: the stock optimizer state"
+        _check_keys(label, new_states.get(key, {}), states)
         for name, value in states.items():
-            plain = whole(name, given[key][name])
+            plain = to_plain(name, new_states[key][name])
+            is_row_wise = plain.dim() == 1 and value.dim() == 1
             # The row-wise states of C column shards are C times as long.
-            if not (
-                plain.dim() == value.dim() == 1
-                and len(plain)
-                and value.size()[0] % len(plain) == 0
-            ):
+            is_multiple = (
+                is_row_wise and len(plain) > 0 and value.size()[0] % len(plain) == 0
+            )
+            if not is_multiple:
                 _check_shape(name, plain, value)
             pairs.append((value, plain))
     return pairs
 
 
-def _check_shape(key: str, value: Any, own: Any) -> None:
-    shape, expected = tuple(value.size()), tuple(own.size())
+def _check_shape(key: str, value: Any, model_value: Any) -> None:
+    shape = tuple(value.size())
+    expected = tuple(model_value.size())
     if shape != expected:
         raise ValueError(
             f"{key} is of shape {shape}, and of shape {expected} in the model"
@@ -556,14 +574,16 @@ def _check_shape(key: str, value: Any, own: Any) -> None:
 
 
 def _counted_tables(
-    model: nn.Module, num_rows: Mapping[str, int], leave_out: bool
+    model: nn.Module,
+    num_rows: Mapping[str, int],
+    leave_out: bool,
 ) -> dict[ModelTable, int]:
     """Returns the model's RecStore tables with their numbers of rows, after a check
     that no id is outside.
     """
-    counts = {
-        table: num_rows[name] for name, table in tables_named(model, num_rows).items()
-    }
+    counts: dict[ModelTable, int] = {}
+    for name, table in tables_named(model, num_rows).items():
+        counts[table] = num_rows[name]
     tables = recstore_tables(model)
     missing = [repr(table.name) for table in tables if table not in counts]
     if missing:
@@ -572,17 +592,12 @@ def _counted_tables(
         )
     for table, rows in counts.items():
         check_int(f"num_rows of table {table.name!r}", rows, 0)
-        state = table.state
-        ids = [
-            shard.table.ids()
-            for shard in state.shards
-            if shard.table.columns.start == 0
-        ]
-        outside = sum(
-            all_gathered(
-                sum(int(((i < 0) | (i >= rows)).sum()) for i in ids), state.env
-            )
-        )
+        n_outside = 0
+        for shard in table.state.shards:
+            if shard.table.columns.start == 0:
+                ids = shard.table.ids()
+                n_outside += int(((ids < 0) | (ids >= rows)).sum())
+        outside = sum(all_gathered(n_outside, table.state.env))
         if outside and not leave_out:
             raise ValueError(
                 f"table {table.name!r} has {outside} ids outside [0, {rows}):"
@@ -592,26 +607,31 @@ def _counted_tables(
 
 
 def _exported(
-    table: ModelTable, num_rows: int, kinds: Mapping[str, optim.StateKind]
+    table: ModelTable,
+    num_rows: int,
+    kinds: Mapping[str, optim.StateKind],
 ) -> dict[str, Tensor]:
+    """Returns the weights or the optimizer states of the ids below ``num_rows``."""
     sizes = {"element": (num_rows, table.dim), "row": (num_rows,)}
     # Cells of other ranks' shards stay 0.
-    out = {name: torch.zeros(sizes[kind]) for name, kind in kinds.items()}
+    dense = {name: torch.zeros(sizes[kind]) for name, kind in kinds.items()}
     for shard in table.state.shards:
         columns = shard.table.columns
         ids = shard.table.ids()
         ids = ids[shard.owned(ids)]  # A shared cold store contains rows of all ranks.
-        for part in torch.split(ids[(ids >= 0) & (ids < num_rows)], _CHUNK):
-            rows = (
-                {"weight": shard.table.lookup(part).float()}
-                if "weight" in kinds
-                else shard.table.read_rows(part)
-            )
+        ids = ids[(ids >= 0) & (ids < num_rows)]
+        for part in torch.split(ids, _CHUNK):
+            if "weight" in kinds:
+                weights = shard.table.lookup(part)
+                rows = {"weight": weights.float()}
+            else:
+                rows = shard.table.read_rows(part)
             for name, kind in kinds.items():
                 if kind == "element":
-                    out[name][part, columns.start : columns.stop] = rows[name]
+                    dense[name][part, columns.start : columns.stop] = rows[name]
                 else:
-                    out[name][part] += rows[name] * (len(columns) / table.dim)
-    for value in out.values():
+                    # the column-weighted mean of the column shards
+                    dense[name][part] += rows[name] * (len(columns) / table.dim)
+    for value in dense.values():
         _summed(value, table.state.env)
-    return out
+    return dense

@@ -66,18 +66,14 @@ class WarmStart:
                 raise TypeError(
                     f"rename must map names to names, got the value {target!r}"
                 )
-        targets = list(renamed.values())
-        for target in targets:
-            if targets.count(target) > 1:
-                sources = [
-                    source
-                    for source, renamed_to in renamed.items()
-                    if renamed_to == target
-                ]
+        source_of: dict[str, str] = {}
+        for source, target in renamed.items():
+            if target in source_of:
                 raise ValueError(
-                    f"rename: {sources[0]!r} and {sources[1]!r} of the checkpoint"
+                    f"rename: {source_of[target]!r} and {source!r} of the checkpoint"
                     f" cannot both be loaded into {target!r}"
                 )
+            source_of[target] = source
         for name, function in functions.items():
             if not callable(function):
                 raise TypeError(
@@ -111,7 +107,9 @@ class WarmStart:
         )
 
     def saved_names(
-        self, names: Sequence[tuple[str, ...]], saved: Iterable[str]
+        self,
+        names: Sequence[tuple[str, ...]],
+        saved: Iterable[str],
     ) -> list[str | None]:
         """Returns the name in the checkpoint of each table of the model; None if the
         checkpoint does not have it.
@@ -125,21 +123,21 @@ class WarmStart:
             ValueError: The checkpoint does not have a table that is renamed. The
                 message names the known ones.
         """
-        known = set(saved)
+        saved_names = set(saved)
         for source in self.rename:
-            if source not in known:
+            if source not in saved_names:
                 raise ValueError(
                     f"rename: the checkpoint has no table {source!r}; it has"
-                    f" {named(known)}. The keys of rename are names in the checkpoint,"
-                    " and the values are names in the model"
+                    f" {named(saved_names)}. The keys of rename are names in the"
+                    " checkpoint, and the values are names in the model"
                 )
         by_target = {target: source for source, target in self.rename.items()}
-        free = known - self.rename.keys()
+        same_names = saved_names - self.rename.keys()
         sources: list[str | None] = []
-        for of_table in names:
-            renamed = [by_target[name] for name in of_table if name in by_target]
-            same = [name for name in of_table if name in free]
-            sources.append(next(iter([*renamed, *same]), None))
+        for table_names in names:
+            candidates = [by_target[name] for name in table_names if name in by_target]
+            candidates += [name for name in table_names if name in same_names]
+            sources.append(candidates[0] if candidates else None)
         return sources
 
 
@@ -175,9 +173,8 @@ class RowsWithoutState:
         """
         weight = saved.rows["weight"]
         if self.function is not None:
-            weight = self._made(self.function, saved.weights)[
-                :, columns.start : columns.stop
-            ]
+            converted = self._converted(self.function, saved.weights)
+            weight = converted[:, columns.start : columns.stop]
         rows = zero_states(self.optimizer, len(saved), len(columns))
         rows["weight"] = weight
         for name in STAMPS:
@@ -190,7 +187,7 @@ class RowsWithoutState:
         """
         return replace(saved, optimizer_steps=0)
 
-    def _made(self, function: RowFunction, weights: Tensor) -> Tensor:
+    def _converted(self, function: RowFunction, weights: Tensor) -> Tensor:
         """Calls the function in batches, and returns (N, dim) float32."""
         results = [torch.empty(0, self.dim)]
         for batch in torch.split(weights, _BATCH_ROWS) if len(weights) else ():

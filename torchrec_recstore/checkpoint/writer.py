@@ -66,10 +66,13 @@ class PartWriter:
 
     def __init__(self, directory: Path, rank: int, *, polite: bool = False) -> None:
         self._files: dict[str, FileInfo] = {}
-        self._directory, self._rank, self._polite = directory, rank, polite
-        initializer = lower_priority if polite else None
+        self._directory = directory
+        self._rank = rank
+        self._polite = polite
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
-            1, "checkpoint-files", initializer=initializer
+            max_workers=1,
+            thread_name_prefix="checkpoint-files",
+            initializer=lower_priority if polite else None,
         )
         self._pending: Future[None] | None = None
 
@@ -85,37 +88,42 @@ class PartWriter:
         """
         size = part_rows(table.dim, table.dtype, table.optimizer)
         parts: list[PartInfo] = []
-        while left := len(snapshot):
-            part = snapshot.read(min(size, left), polite=self._polite)
+        while len(snapshot) > 0:
+            part = snapshot.read(min(size, len(snapshot)), polite=self._polite)
             parts.append(self.part(name, len(parts), part))
             on_rows(len(part))
         return tuple(parts)
 
     def ids(
-        self, name: str, table: Table, kind: str, ids: Tensor
+        self,
+        name: str,
+        table: Table,
+        kind: str,
+        ids: Tensor,
     ) -> tuple[PartInfo, ...]:
         """Writes ids without rows. The ids are in ascending order."""
-        pieces = enumerate(
-            torch.split(ids, PART_BYTES // ids.element_size()) if len(ids) else ()
-        )
-        return tuple(
-            self._ids_file(name, table.columns, f"{i:05d}-{kind}", {"ids": piece})
-            for i, piece in pieces
-        )
+        if not len(ids):
+            return ()
+        files = []
+        pieces = torch.split(ids, PART_BYTES // ids.element_size())
+        for number, piece in enumerate(pieces):
+            suffix = f"{number:05d}-{kind}"
+            files.append(self._ids_file(name, table.columns, suffix, {"ids": piece}))
+        return tuple(files)
 
     def sightings(self, name: str, table: Table, state: TableState) -> tuple[str, ...]:
         """Writes the counts of a shard's admission, and returns the name of the file.
 
         Without counts there is none.
         """
-        tensors = {
-            key: value
-            for key, value in state.tensors().items()
-            if key.startswith("sighting_")
-        }
+        tensors = {}
+        for key, value in state.tensors().items():
+            if key.startswith("sighting_"):
+                tensors[key] = value
         if not tensors:
             return ()
-        file = f"{_file_name(name)}-{self._rank:05d}-{table.columns.start}-sightings.safetensors"
+        begin = table.columns.start
+        file = f"{_file_name(name)}-{self._rank:05d}-{begin}-sightings.safetensors"
         self._submit(file, tensors)
         return (file,)
 
@@ -127,18 +135,23 @@ class PartWriter:
         return self._ids_file(name, part.columns, f"{number:05d}", part.tensors())
 
     def _ids_file(
-        self, name: str, columns: range, number: str, tensors: dict[str, Tensor]
+        self,
+        name: str,
+        columns: range,
+        suffix: str,
+        tensors: dict[str, Tensor],
     ) -> PartInfo:
-        file = f"{_file_name(name)}-{self._rank:05d}-{columns.start}-{columns.stop}-{number}.safetensors"
+        shard = f"{self._rank:05d}-{columns.start}-{columns.stop}"
+        file = f"{_file_name(name)}-{shard}-{suffix}.safetensors"
         self._submit(file, tensors)
         ids = tensors["ids"]
         return PartInfo(
-            file,
-            self._rank,
-            (columns.start, columns.stop),
-            len(ids),
-            int(ids[0]),
-            int(ids[-1]),
+            file=file,
+            rank=self._rank,
+            columns=(columns.start, columns.stop),
+            rows=len(ids),
+            first_id=int(ids[0]),
+            last_id=int(ids[-1]),
         )
 
     def tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
@@ -163,10 +176,9 @@ class PartWriter:
             try:
                 self._pending = self._thread.submit(self._write, name, tensors)
                 return
-            except (
-                RuntimeError
-            ):  # Python 3.12 starts no thread once the process is ending.
-                # It is not used again, because its queue still has this call.
+            except RuntimeError:
+                # Python starts no thread once the process is ending. This one is not
+                # used again, because its queue can still have this call.
                 self._thread = None
         self._write(name, tensors)
 
@@ -174,7 +186,8 @@ class PartWriter:
         self._files[name] = write_tensors(self._directory / name, tensors)
 
     def _collect(self) -> None:
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.result()
 
@@ -195,19 +208,21 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies each tensor that shares memory with an earlier one, such as tied weights:
     safetensors refuses them.
     """
-    found: dict[str, Tensor] = {}
+    unshared: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if storage in storages else tensor
+        unshared[name] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
-    return found
+    return unshared
 
 
 def _file_name(table: str) -> str:
     name = quote(table, safe="")
-    short = f"{name[:_LONGEST_NAME]}~{hashlib.sha256(table.encode()).hexdigest()[:16]}"
-    return name if len(name) <= _LONGEST_NAME else short
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(table.encode()).hexdigest()
+    return f"{name[:_LONGEST_NAME]}~{digest[:16]}"
 
 
 @dataclass
@@ -235,32 +250,36 @@ def write_shard(
     Returns its metadata.
     """
     table = shard.table
+    parts = writer.rows(shard.name, table, shard.snapshot, on_rows)
+    removed: tuple[PartInfo, ...] = ()
+    sightings: tuple[str, ...] = ()
     # All column shards hold the same ids: the first one writes what belongs to ids.
-    first = table.columns.start == 0
-    listed = shard.listed if first else None
+    is_first = table.columns.start == 0
+    if is_first:
+        if shard.listed is not None:
+            removed = writer.ids(shard.name, table, shard.removal, shard.listed)
+        sightings = writer.sightings(shard.name, table, shard.state)
     return TableInfo(
         dim=table.dim,
         dtype=str(table.dtype).removeprefix("torch."),
         optimizer=table.optimizer,
         options=shard.options,
-        rows=shard.snapshot.table_rows if first else 0,
+        rows=shard.snapshot.table_rows if is_first else 0,
         steps=shard.state.steps,
         optimizer_steps=shard.state.optimizer_steps,
         columns=((table.columns.start, table.columns.stop),),
-        parts=writer.rows(shard.name, table, shard.snapshot, on_rows),
+        parts=parts,
         removal=shard.removal,
-        removed=(
-            ()
-            if listed is None
-            else writer.ids(shard.name, table, shard.removal, listed)
-        ),
-        sightings=writer.sightings(shard.name, table, shard.state) if first else (),
+        removed=removed,
+        sightings=sightings,
         times=shard.state.times,
     )
 
 
 def finish(
-    destination: Destination, info: CheckpointInfo, training_state: Any
+    destination: Destination,
+    info: CheckpointInfo,
+    training_state: Any,
 ) -> CheckpointInfo:
     """Writes the metadata, publishes the checkpoint, and returns the metadata with its
     checksum.

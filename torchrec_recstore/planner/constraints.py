@@ -70,7 +70,8 @@ class RecStoreConstraints(ConstraintsSeams):
 
 
 def options_of(
-    constraints: Mapping[str, ParameterConstraints] | None, table_name: str
+    constraints: Mapping[str, ParameterConstraints] | None,
+    table_name: str,
 ) -> TableOptions:
     """Returns the table's options from the constraints, or the default options if its
     constraint has none.
@@ -84,7 +85,9 @@ def options_of(
 
 
 def planned_rows(
-    options: TableOptions, num_embeddings: int, measured: TableStatistics | None
+    options: TableOptions,
+    num_embeddings: int,
+    measured: TableStatistics | None,
 ) -> int:
     """Returns the number of resident rows that is planned for a table, over all ranks.
 
@@ -108,19 +111,19 @@ def with_statistics(
         ValueError: The constraint of a table is for another number of features than was
             measured.
     """
-    found = dict(constraints or {})
+    with_factors = dict(constraints or {})
     for name, measured in statistics.items():
         per_feature = measured.ids_per_sample
         if per_feature is None:
             continue
-        constraint = found.get(name, RecStoreConstraints())
+        constraint = with_factors.get(name, RecStoreConstraints())
         if constraint.pooling_factors != [POOLING_FACTOR]:  # TorchRec's default
             continue
-        for given in (constraint.num_poolings, constraint.batch_sizes):
-            if given is not None and len(given) != len(per_feature):
+        for numbers in (constraint.num_poolings, constraint.batch_sizes):
+            if numbers is not None and len(numbers) != len(per_feature):
                 raise ValueError(
                     f"the statistics of table {name!r} are of {len(per_feature)}"
-                    f" feature(s), and its constraint is for {len(given)}"
+                    f" feature(s), and its constraint is for {len(numbers)}"
                 )
-        found[name] = replace(constraint, pooling_factors=list(per_feature))
-    return found
+        with_factors[name] = replace(constraint, pooling_factors=list(per_feature))
+    return with_factors

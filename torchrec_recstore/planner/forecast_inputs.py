@@ -57,17 +57,19 @@ class Machines:
     latency_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            kinds = (int,) if each.type == "int" else (int, float)
-            zero = each.name.endswith("_ms")  # may be 0
-            number = isinstance(value, kinds) and not isinstance(value, bool)
-            if not number or not (0 < value < math.inf or (zero and value == 0)):
-                what = (
-                    f"a {'whole' if each.type == 'int' else 'finite'} number"
-                    f" {'of at least' if zero else 'above'} 0"
+        for number_field in fields(self):
+            name = number_field.name
+            value = getattr(self, name)
+            is_whole = number_field.type == "int"
+            may_be_zero = name.endswith("_ms")
+            if not _is_number(value, is_whole=is_whole) or not (
+                0 < value < math.inf or (may_be_zero and value == 0)
+            ):
+                kind = "whole" if is_whole else "finite"
+                bound = "of at least" if may_be_zero else "above"
+                raise ValueError(
+                    f"{name} must be a {kind} number {bound} 0, got {value!r}"
                 )
-                raise ValueError(f"{each.name} must be {what}, got {value!r}")
 
     @property
     def bytes_per_ms(self) -> tuple[float, float]:
@@ -104,6 +106,11 @@ class Machines:
         )
 
 
+def _is_number(value: object, *, is_whole: bool) -> bool:
+    kinds = (int,) if is_whole else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
 def read_machines(path: str | os.PathLike[str]) -> Machines:
     """Reads a topology file, a JSON object with the fields of :class:`Machines`.
 
@@ -135,7 +142,9 @@ class ForecastTable:
 
 
 def table_config(
-    name: str, table: ForecastTable, features: Sequence[str]
+    name: str,
+    table: ForecastTable,
+    features: Sequence[str],
 ) -> EmbeddingBagConfig:
     """Returns TorchRec's config of a table.
 
@@ -182,9 +191,8 @@ class StatedTable:
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.features, tuple) or not all(
-            isinstance(each, str) for each in self.features
-        ):
+        is_tuple = isinstance(self.features, tuple)
+        if not is_tuple or not all(isinstance(name, str) for name in self.features):
             raise ValueError(
                 f"features must be a list of columns, got {self.features!r}"
             )
@@ -194,28 +202,21 @@ class StatedTable:
             raise ValueError(
                 f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}"
             )
-        for name, least in (
-            ("dim", 1),
-            ("rows", 0),
-            ("rows_per_day", -math.inf),
-            ("max_rows", 1),
-        ):
+        for name, least in (("dim", 1), ("rows", 0), ("max_rows", 1)):
             value = getattr(self, name)
-            kinds = (int, float) if name == "rows_per_day" else (int,)
             if value is None:
                 continue
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, kinds)
-                or not math.isfinite(value)
-                or value < least
-            ):
-                what = (
-                    "a finite number"
-                    if name == "rows_per_day"
-                    else f"a whole number from {least}"
+            if not _is_number(value, is_whole=True) or value < least:
+                raise ValueError(
+                    f"{name} must be a whole number from {least}, got {value!r}"
                 )
-                raise ValueError(f"{name} must be {what}, got {value!r}")
+        rows_per_day = self.rows_per_day
+        if rows_per_day is not None:
+            is_number = _is_number(rows_per_day, is_whole=False)
+            if not is_number or not math.isfinite(rows_per_day):
+                raise ValueError(
+                    f"rows_per_day must be a finite number, got {rows_per_day!r}"
+                )
         if self.dim is not None and self.dim > MOST_COLUMNS:
             raise ValueError(f"dim must be at most 2**24, got {self.dim}")
 
@@ -233,7 +234,8 @@ class TableFile:
     optimizer: Optimizer | None = None
 
     def with_saved(
-        self, saved: Mapping[str, ForecastTable]
+        self,
+        saved: Mapping[str, ForecastTable],
     ) -> dict[str, ForecastTable]:
         """Returns the tables of this file and of a checkpoint, ``saved``.
 
@@ -242,43 +244,41 @@ class TableFile:
         Raises ValueError, which names the table, if its number of columns or its
         optimizer is not known.
         """
-        optimizer = self.optimizer or next(
-            (each.optimizer for each in saved.values()), None
-        )
-        found = {}
+        optimizer = self.optimizer
+        if optimizer is None and saved:
+            optimizer = next(iter(saved.values())).optimizer
+        tables = {}
         for name in dict.fromkeys((*saved, *self.tables)):
-            stated, table = self.tables.get(name, StatedTable()), saved.get(name)
+            stated = self.tables.get(name, StatedTable())
+            table = saved.get(name)
             if table is None:
                 if stated.dim is None or optimizer is None:
-                    what = "dim" if stated.dim is None else "optimizer"
+                    missing = "dim" if stated.dim is None else "optimizer"
                     raise ValueError(
-                        f"{self.path}: the {what} of table {name!r} is not known: state"
-                        f" {what}, or pass a checkpoint of the table as SOURCE"
+                        f"{self.path}: the {missing} of table {name!r} is not known:"
+                        f" state {missing}, or pass a checkpoint of the table as SOURCE"
                     )
                 table = ForecastTable(stated.dim, optimizer)
-            found[name] = ForecastTable(
+            max_rows = stated.max_rows or table.options.max_rows
+            tables[name] = ForecastTable(
                 dim=stated.dim or table.dim,
                 optimizer=self.optimizer or table.optimizer,
                 dtype=stated.dtype or table.dtype,
-                options=replace(
-                    table.options, max_rows=stated.max_rows or table.options.max_rows
-                ),
+                options=replace(table.options, max_rows=max_rows),
             )
-        return found
+        return tables
 
     def statistics(self, steps_per_day: float | None) -> dict[str, TableStatistics]:
         """Returns the rows of the tables, and their growth, which is left out if
         ``steps_per_day`` is None.
         """
-        found = {}
+        statistics = {}
         for name, table in self.tables.items():
-            growth = (
-                None
-                if steps_per_day is None or table.rows_per_day is None
-                else table.rows_per_day / steps_per_day
-            )
-            found[name] = TableStatistics(rows=table.rows, rows_per_step=growth)
-        return found
+            growth = None
+            if steps_per_day is not None and table.rows_per_day is not None:
+                growth = table.rows_per_day / steps_per_day
+            statistics[name] = TableStatistics(rows=table.rows, rows_per_step=growth)
+        return statistics
 
 
 def read_table_file(path: str | os.PathLike[str]) -> TableFile:
@@ -296,62 +296,59 @@ def read_table_file(path: str | os.PathLike[str]) -> TableFile:
             raise ValueError("it has no tables")
         _check_object("tables", document["tables"])
         tables = {}
+        known_fields = [table_field.name for table_field in fields(StatedTable)]
         for name, entry in document["tables"].items():
-            _check_object(
-                f"table {name!r}", entry, [each.name for each in fields(StatedTable)]
-            )
+            _check_object(f"table {name!r}", entry, known_fields)
             try:
                 tables[name] = StatedTable(**_with_tuples(entry))
             except ValueError as error:
                 raise ValueError(f"table {name!r}: {error}") from error
-        optimizer = (
-            _optimizer(document["optimizer"]) if "optimizer" in document else None
-        )
+        optimizer = None
+        if "optimizer" in document:
+            optimizer = _optimizer(document["optimizer"])
         return TableFile(os.fspath(path), tables, optimizer)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def _optimizer(document: Any) -> Optimizer:
-    kind = (
-        OPTIMIZERS.get(str(document.get("name")))
-        if isinstance(document, dict)
-        else None
-    )
+    kind = None
+    if isinstance(document, dict):
+        kind = OPTIMIZERS.get(str(document.get("name")))
     if kind is None:
         raise ValueError(
             f"optimizer must be an object whose name is one of {', '.join(OPTIMIZERS)},"
             f" got {document!r}"
         )
-    _check_object(
-        "optimizer", document, ("name", *(each.name for each in fields(kind)))
-    )
-    return kind(
-        **_with_tuples(
-            {name: value for name, value in document.items() if name != "name"}
-        )
-    )
+    names = [argument.name for argument in fields(kind)]
+    _check_object("optimizer", document, ["name", *names])
+    arguments = _with_tuples(document)
+    del arguments["name"]
+    return kind(**arguments)
 
 
 def _with_tuples(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in document.items()
-    }
+    """Returns the fields of a JSON object with tuples for its lists."""
+    fields_with_tuples = {}
+    for name, value in document.items():
+        fields_with_tuples[name] = tuple(value) if isinstance(value, list) else value
+    return fields_with_tuples
 
 
 def _check_object(
-    where: str, value: object, known: Collection[str] | None = None
+    label: str,
+    value: object,
+    known_fields: Collection[str] | None = None,
 ) -> None:
     # A user writes this file. An unknown field is therefore a mistake, and not a field
     # of a newer version.
     if not isinstance(value, dict):
-        raise ValueError(f"{where} must be a JSON object, got {value!r}")
+        raise ValueError(f"{label} must be a JSON object, got {value!r}")
     for name in value:
-        if known is not None and name not in known:
+        if known_fields is not None and name not in known_fields:
             raise ValueError(
-                f"{where} has the unknown field {name!r}: the fields are"
-                f" {', '.join(known)}"
+                f"{label} has the unknown field {name!r}: the fields are"
+                f" {', '.join(known_fields)}"
             )
 
 
@@ -377,36 +374,41 @@ def sample_statistics(
     Raises ValueError if pyarrow is missing, a column is missing or has no ids, or there
     is no whole batch of rows.
     """
-    names = list(dict.fromkeys(name for each in columns.values() for name in each))
+    names: list[str] = []
+    for features in columns.values():
+        for name in features:
+            if name not in names:
+                names.append(name)
     batches = list(_batches(Path(parquet), names, batch_size))
     if not batches:
         raise ValueError(f"{parquet} has no whole batch of {batch_size} rows")
     later = len(batches) // 2
     steps = later * batch_size / samples_per_step
-    found: dict[str, TableStatistics] = {}
+    statistics: dict[str, TableStatistics] = {}
     for name, features in columns.items():
         config = table_config(name, tables[name], features)
-        (measured,) = measure_statistics(
-            [config], batches, tables[name].optimizer
-        ).values()
+        measured = measure_statistics([config], batches, tables[name].optimizer)[name]
         rows = _distinct(batches, features)
-        growth = (
-            (rows - _distinct(batches[:-later], features)) / steps if later else None
-        )
-        found[name] = replace(measured, rows=rows, rows_per_step=growth)
-    return found
+        growth = None
+        if later:
+            growth = (rows - _distinct(batches[:-later], features)) / steps
+        statistics[name] = replace(measured, rows=rows, rows_per_step=growth)
+    return statistics
 
 
 def _distinct(batches: Sequence[KeyedJaggedTensor], features: Sequence[str]) -> int:
-    return len(
-        torch.unique(
-            torch.cat([batch[name].values() for batch in batches for name in features])
-        )
-    )
+    """Returns the number of distinct ids of some features."""
+    ids = []
+    for batch in batches:
+        for name in features:
+            ids.append(batch[name].values())
+    return len(torch.unique(torch.cat(ids)))
 
 
 def _batches(
-    path: Path, names: list[str], batch_size: int
+    path: Path,
+    names: list[str],
+    batch_size: int,
 ) -> Iterator[KeyedJaggedTensor]:
     try:
         import pyarrow as pa  # type: ignore[import-untyped]
@@ -420,8 +422,9 @@ def _batches(
             file = pq.ParquetFile(opened)
         except pa.ArrowInvalid as error:
             raise ValueError(f"{path} is not a Parquet file: {error}") from error
-        if missing := [name for name in names if name not in file.schema_arrow.names]:
-            raise ValueError(f"{path} has no column {missing[0]!r}")
+        for name in names:
+            if name not in file.schema_arrow.names:
+                raise ValueError(f"{path} has no column {name!r}")
         for batch in file.iter_batches(batch_size, columns=names):
             if batch.num_rows < batch_size:
                 continue
@@ -429,20 +432,21 @@ def _batches(
             lengths = []
             for name in names:
                 for value in batch.column(name).to_pylist():
-                    bag = (
-                        value
-                        if isinstance(value, list)
-                        else []
-                        if value is None
-                        else [value]
-                    )
-                    ids += [_id(name, each) for each in bag]
+                    bag = _bag(value)
+                    ids += [_id(name, element) for element in bag]
                     lengths.append(len(bag))
             yield KeyedJaggedTensor(
                 names,
                 torch.tensor(ids, dtype=torch.int64),
                 lengths=torch.tensor(lengths, dtype=torch.int32),
             )
+
+
+def _bag(value: object) -> list[object]:
+    """Returns the ids of a cell of a Parquet file."""
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [value]
 
 
 def _id(column: str, value: object) -> int:

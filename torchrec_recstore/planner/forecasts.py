@@ -100,12 +100,12 @@ class RankForecast:
     @property
     def limit(self) -> Literal["lookups", "network", "torchrec"]:
         """The longest part of the step."""
-        parts: list[Literal["lookups", "network", "torchrec"]] = [
-            "lookups",
-            "network",
-            "torchrec",
-        ]
-        return max(parts, key=lambda part: getattr(self, f"{part}_ms"))
+        parts: dict[Literal["lookups", "network", "torchrec"], float] = {
+            "lookups": self.lookups_ms,
+            "network": self.network_ms,
+            "torchrec": self.torchrec_ms,
+        }
+        return max(parts, key=lambda part: parts[part])
 
 
 @dataclass(frozen=True)
@@ -157,46 +157,68 @@ def forecast(
     tables have different optimizers or do not fit into the memory, or if the ranks do
     not fill their hosts.
     """
+    _check_tables(tables, statistics, steps)
+    present = {name: statistics[name] for name in tables}
+    later = dict(present)
+    if steps:
+        later = {name: table.after(steps) for name, table in present.items()}
+    job = _Job(tables, machines, ranks, batch_size)
+    plan, rank_forecasts = job.planned(present, later)
+    table_forecasts = []
+    for name in sorted(tables):
+        table_forecasts.append(
+            TableForecast(
+                name=name,
+                sharding_type=plan[name].sharding_type,
+                ranks=plan[name].ranks,
+                rows=job.rows(name, present[name]),
+                rows_later=job.rows(name, later[name]),
+            )
+        )
+    boundless_machines = replace(machines, memory_per_rank_bytes=_BOUNDLESS)
+    boundless_job = _Job(tables, boundless_machines, ranks, batch_size)
+    _, boundless_ranks = boundless_job.planned(present, later)
+    return Forecast(
+        tables=tuple(table_forecasts),
+        ranks=tuple(rank_forecasts),
+        boundless_step_ms=max(rank.step_ms for rank in boundless_ranks),
+    )
+
+
+def _check_tables(
+    tables: Mapping[str, ForecastTable],
+    statistics: Mapping[str, TableStatistics],
+    steps: int,
+) -> None:
+    """Refuses tables of which something is not known, or with different optimizers."""
     if not tables:
         raise ValueError("there is no table to plan")
+    needed = ["rows", "ids_per_sample", "ns_per_id"]
+    if steps:
+        needed.append("rows_per_step")
     for name in tables:
         check_name(name)
-        for each in (
-            "rows",
-            "ids_per_sample",
-            "ns_per_id",
-            *(["rows_per_step"] if steps else []),
-        ):
-            if getattr(statistics.get(name), each, None) is None:
+        for measured_field in needed:
+            if getattr(statistics.get(name), measured_field, None) is None:
                 raise ValueError(
-                    f"table {name!r}: {each} is not known: {_SOURCES[each]}"
+                    f"table {name!r}: {measured_field} is not known:"
+                    f" {_SOURCES[measured_field]}"
                 )
     if len({table.optimizer for table in tables.values()}) > 1:
-        theirs = ", ".join(
-            f"{name!r} has {table.optimizer}" for name, table in tables.items()
+        optimizers = []
+        for name, table in tables.items():
+            optimizers.append(f"{name!r} has {table.optimizer}")
+        raise ValueError(
+            f"all tables must have the same optimizer, but {', '.join(optimizers)}"
         )
-        raise ValueError(f"all tables must have the same optimizer, but {theirs}")
-    now = {name: statistics[name] for name in tables}
-    later = {name: each.after(steps) if steps else each for name, each in now.items()}
-    job = _Job(tables, machines, ranks, batch_size)
-    plan, found = job.planned(now, later)
-    boundless = _Job(
-        tables, replace(machines, memory_per_rank_bytes=_BOUNDLESS), ranks, batch_size
-    )
-    return Forecast(
-        tables=tuple(
-            TableForecast(
-                name,
-                *plan[name],
-                *(job.rows(name, statistics[name]) for statistics in (now, later)),
-            )
-            for name in sorted(tables)
-        ),
-        ranks=tuple(found),
-        boundless_step_ms=max(
-            rank.step_ms for rank in boundless.planned(now, later)[1]
-        ),
-    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of a table in a plan."""
+
+    sharding_type: str
+    ranks: tuple[int, ...]  # of its shards
 
 
 # by the name of the table and the sharding type
@@ -213,40 +235,41 @@ class _Job:
         ranks: int,
         batch_size: int,
     ) -> None:
-        self._tables, self._machines, self._ranks, self._batch_size = (
-            tables,
-            machines,
-            ranks,
-            batch_size,
-        )
+        self._tables = tables
+        self._machines = machines
+        self._ranks = ranks
+        self._batch_size = batch_size
         self._topology = machines.topology(ranks)
-        self._sharders = [
-            RecStoreSharder(optimizer=next(iter(tables.values())).optimizer)
-        ]
-        # The measured rows count. expected_rows, an estimate from before the training,
-        # would count if it is larger.
-        self._constraints = {
-            name: RecStoreConstraints(
+        first_table = next(iter(tables.values()))
+        self._sharders = [RecStoreSharder(optimizer=first_table.optimizer)]
+        self._constraints = {}
+        for name, table in tables.items():
+            # The measured rows count. expected_rows, an estimate from before the
+            # training, would count if it is larger.
+            options = replace(table.options, expected_rows=None)
+            self._constraints[name] = RecStoreConstraints(
                 sharding_types=list(REFINED),
-                options=replace(table.options, expected_rows=None),
+                options=options,
             )
-            for name, table in tables.items()
-        }
 
     def rows(self, name: str, statistics: TableStatistics) -> int:
         """Returns the number of rows of a table over all ranks."""
         return planned_rows(self._constraints[name].options, VIRTUAL_ROWS, statistics)
 
     def planned(
-        self, now: Mapping[str, TableStatistics], later: Mapping[str, TableStatistics]
-    ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[RankForecast]]:
-        """Returns the sharding type and the ranks of each table in the plan, and the
-        forecast of each rank.
+        self,
+        present: Mapping[str, TableStatistics],
+        later: Mapping[str, TableStatistics],
+    ) -> tuple[dict[str, _Place], list[RankForecast]]:
+        """Returns the place of each table in the plan, and the forecast of each rank.
 
         The planner plans for the statistics after the growth, ``later``.
         """
         # of a sharding type in a step
         latency_ms = STEP_COLLECTIVES * self._machines.latency_ms
+        sharding_type_ms = {}
+        for sharding_type, type_ms in self._machines.sharding_type_ms.items():
+            sharding_type_ms[sharding_type] = type_ms + latency_ms
         planner = RecStorePlanner(
             topology=self._topology,
             batch_size=self._batch_size,
@@ -254,105 +277,126 @@ class _Job:
             storage_reservation=FixedPercentageStorageReservation(0.0),
             debug=False,
             statistics=later,
-            sharding_type_ms={
-                kind: ms + latency_ms
-                for kind, ms in self._machines.sharding_type_ms.items()
-            },
+            sharding_type_ms=sharding_type_ms,
         )
         try:
             (module,) = planner.plan(self._model(later), self._sharders).plan.values()
         except PlannerError as error:
             raise ValueError(str(error).split("\n\n")[0]) from error
-        plan = {
-            name: (
-                sharding.sharding_type,
-                tuple(
-                    shard.placement.rank() for shard in sharding.sharding_spec.shards
-                ),
-            )
-            for name, sharding in module.items()
-        }
-        enumerator = planner.searched[0]
+        plan = {}
+        for name, sharding in module.items():
+            shards = sharding.sharding_spec.shards
+            shard_ranks = tuple(shard.placement.rank() for shard in shards)
+            plan[name] = _Place(sharding.sharding_type, shard_ranks)
+        enumerator, _ = planner.searched
         assert isinstance(enumerator, RecStoreEnumerator)
-        after = before = _by_type(enumerator.found)
-        if now != later:
+        later_options = _by_type(enumerator.found)
+        present_options = later_options
+        if present != later:
             enumerator = RecStoreEnumerator(
-                self._topology, self._batch_size, self._constraints, statistics=now
+                self._topology,
+                self._batch_size,
+                self._constraints,
+                statistics=present,
             )
-            before = _by_type(enumerator.enumerate(self._model(now), self._sharders))
-        return plan, self._ranks_of(plan, now, before, after, latency_ms)
+            options = enumerator.enumerate(self._model(present), self._sharders)
+            present_options = _by_type(options)
+        rank_forecasts = self._rank_forecasts(
+            plan,
+            present,
+            present_options,
+            later_options,
+            latency_ms,
+        )
+        return plan, rank_forecasts
 
-    def _ranks_of(
+    def _rank_forecasts(
         self,
-        plan: Mapping[str, tuple[str, tuple[int, ...]]],
-        now: Mapping[str, TableStatistics],
-        before: _Options,
-        after: _Options,
+        plan: Mapping[str, _Place],
+        statistics: Mapping[str, TableStatistics],
+        present_options: _Options,
+        later_options: _Options,
         latency_ms: float,
     ) -> list[RankForecast]:
-        lookups_ms, memory, memory_later = (Counter[int]() for _ in range(3))
-        placed = []
-        for name, (kind, ranks) in plan.items():
-            per_feature = now[name].ids_per_sample or ()
-            placed.append(
-                PlacedTable(
-                    kind,
-                    ranks,
-                    self._tables[name].dim,
-                    len(per_feature),
-                    sum(per_feature),
-                )
-            )
-            for rank, shard, later in zip(
-                ranks, before[name, kind].shards, after[name, kind].shards, strict=True
+        lookups_ms = Counter[int]()
+        memory_bytes = Counter[int]()
+        memory_later_bytes = Counter[int]()
+        for name, place in plan.items():
+            key = (name, place.sharding_type)
+            for rank, shard in zip(
+                place.ranks,
+                present_options[key].shards,
+                strict=True,
             ):
-                lookups_ms[rank] += later.perf.fwd_compute + later.perf.bwd_compute
-                memory[rank] += shard.storage.ddr
-                memory_later[rank] += later.storage.ddr
-        types = sorted({kind for kind, _ in plan.values()}) if self._ranks > 1 else []
-        found = []
+                memory_bytes[rank] += shard.storage.ddr
+            for rank, shard in zip(place.ranks, later_options[key].shards, strict=True):
+                lookups_ms[rank] += shard.perf.fwd_compute + shard.perf.bwd_compute
+                memory_later_bytes[rank] += shard.storage.ddr
+        placed_tables = self._placed_tables(plan, statistics)
+        types: list[str] = []
+        if self._ranks > 1:
+            types = sorted({place.sharding_type for place in plan.values()})
+        types_ms = sum(self._machines.sharding_type_ms[name] for name in types)
+        within_host, between_hosts = self._machines.bytes_per_ms
+        forecasts = []
         for rank in range(self._ranks):
             traffic = rank_traffic(
-                placed,
+                placed_tables,
                 rank,
                 self._ranks,
                 self._batch_size,
                 self._topology.local_world_size,
             )
-            bytes_ms = sum(
-                milliseconds(each, *self._machines.bytes_per_ms, "cpu")
-                for each in traffic
-            )
-            found.append(
+            bytes_ms = 0.0
+            for collective in traffic:
+                bytes_ms += milliseconds(
+                    collective,
+                    within_host,
+                    between_hosts,
+                    "cpu",
+                )
+            forecasts.append(
                 RankForecast(
                     rank=rank,
                     lookups_ms=lookups_ms[rank],
                     network_ms=len(types) * latency_ms + bytes_ms,
-                    torchrec_ms=sum(
-                        self._machines.sharding_type_ms[kind] for kind in types
-                    ),
-                    sent_bytes=sum(each.sent for each in traffic),
-                    received_bytes=sum(each.received for each in traffic),
-                    memory_bytes=memory[rank],
-                    memory_later_bytes=memory_later[rank],
+                    torchrec_ms=types_ms,
+                    sent_bytes=sum(collective.sent for collective in traffic),
+                    received_bytes=sum(collective.received for collective in traffic),
+                    memory_bytes=memory_bytes[rank],
+                    memory_later_bytes=memory_later_bytes[rank],
                 )
             )
-        return found
+        return forecasts
+
+    def _placed_tables(
+        self,
+        plan: Mapping[str, _Place],
+        statistics: Mapping[str, TableStatistics],
+    ) -> list[PlacedTable]:
+        placed_tables = []
+        for name, place in plan.items():
+            per_feature = statistics[name].ids_per_sample or ()
+            placed_tables.append(
+                PlacedTable(
+                    place.sharding_type,
+                    place.ranks,
+                    dim=self._tables[name].dim,
+                    features=len(per_feature),
+                    ids_per_sample=sum(per_feature),
+                )
+            )
+        return placed_tables
 
     def _model(
-        self, statistics: Mapping[str, TableStatistics]
+        self,
+        statistics: Mapping[str, TableStatistics],
     ) -> EmbeddingBagCollection:
-        configs = [
-            table_config(
-                name,
-                table,
-                [
-                    f"{name}.{at}"
-                    for at in range(len(statistics[name].ids_per_sample or ()))
-                ],
-            )
-            for name, table in self._tables.items()
-        ]
+        configs = []
+        for name, table in self._tables.items():
+            n_features = len(statistics[name].ids_per_sample or ())
+            features = [f"{name}.{number}" for number in range(n_features)]
+            configs.append(table_config(name, table, features))
         return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
 
 

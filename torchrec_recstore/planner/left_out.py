@@ -94,29 +94,30 @@ def refuse_left_out(
             f" {_SHARDERS[collection.kind]}, as the sharders of the planner and of"
             " DistributedModelParallel"
         )
-        said = f"no sharder takes {collection.description} with {tables}"
+        problem = f"no sharder takes {collection.description} with {tables}"
         for config in collection.configs:
             if config.name in named:
                 raise PlannerError(
-                    f"{said}, so that the constraints or statistics of {config.name!r}"
+                    f"{problem}, so that the constraints or statistics of {config.name!r}"
                     f" have no effect: {fix}",
                     error_type=PlannerErrorType.INPUT_VALIDATION,
                 )
             needed = _dense_bytes(config)
             if needed > most_bytes:
                 raise PlannerError(
-                    f"{said}, so that each rank would allocate {config.name!r} as a"
+                    f"{problem}, so that each rank would allocate {config.name!r} as a"
                     f" dense parameter of {needed / 2**30:,.1f} GiB: {fix}",
                     error_type=PlannerErrorType.INPUT_VALIDATION,
                 )
         warn_user(
-            f"{said}, so that each rank has them as dense parameters outside of"
+            f"{problem}, so that each rank has them as dense parameters outside of"
             f" RecStore: {fix}"
         )
 
 
 def _left_out(
-    module: nn.Module, kinds: Collection[type[nn.Module]]
+    module: nn.Module,
+    kinds: Collection[type[nn.Module]],
 ) -> Iterator[LeftOut]:
     """Yields the collections without a sharder, as TorchRec's enumerator and
     ``DistributedModelParallel`` see them.
@@ -130,7 +131,9 @@ def _left_out(
         if kind in (EmbeddingBagCollection, EmbeddingCollection):
             outer_path = path.rpartition(".")[0]
             yield LeftOut(
-                outer_path if inside_of else path, inside_of or kind, configs_of(child)
+                outer_path if inside_of else path,
+                inside_of or kind,
+                configs_of(child),
             )
             continue
         processed = kind if kind is FeatureProcessedEmbeddingBagCollection else None

@@ -120,33 +120,46 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         if self.statistics:
             constraints = with_statistics(constraints, self.statistics)
         if estimator is None:
-            measured = {
-                name: MeasuredSpeed(each.ns_per_id, each.hottest_share or 0)
-                for name, each in self.statistics.items()
-                if each.ns_per_id is not None
-            }
-            estimator = [
-                EmbeddingPerfEstimatorFactory.create_with_config(
-                    MeasuredPerfConfig(measured),
-                    topology=topology,
-                    constraints=constraints,
-                ),
-                RecStoreStorageEstimator(
-                    topology=topology,
-                    constraints=constraints,
-                    statistics=self.statistics,
-                ),
-            ]
+            estimator = self._measured_estimators(topology, constraints)
         super().__init__(
-            topology, batch_size, constraints, estimator, use_exact_enumerate_order
+            topology,
+            batch_size,
+            constraints,
+            estimator,
+            use_exact_enumerate_order,
         )
         self._rank_bytes = rank_bytes(topology)
         self._offers: dict[int, _Sharder] = {}
         self.found: list[ShardingOption] = []
         """The options that the last call of :meth:`enumerate` has returned."""
 
+    def _measured_estimators(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None,
+    ) -> list[ShardEstimator]:
+        """Returns the estimators of performance and storage with the statistics."""
+        speeds = {}
+        for name, table in self.statistics.items():
+            if table.ns_per_id is not None:
+                hottest_share = table.hottest_share or 0
+                speeds[name] = MeasuredSpeed(table.ns_per_id, hottest_share)
+        performance = EmbeddingPerfEstimatorFactory.create_with_config(
+            MeasuredPerfConfig(speeds),
+            topology=topology,
+            constraints=constraints,
+        )
+        storage = RecStoreStorageEstimator(
+            topology=topology,
+            constraints=constraints,
+            statistics=self.statistics,
+        )
+        return [performance, storage]
+
     def enumerate(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
     ) -> list[ShardingOption]:
         """Returns the sharding options of every table that one of ``sharders`` can
         shard.
@@ -160,94 +173,85 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         constraints: Mapping[str, ParameterConstraints] = constraints_of(self)
         self.found = []
         if any(isinstance(sharder, _Sharder) for sharder in sharders):
-            refuse_left_out(
-                module, sharders, {*constraints, *self.statistics}, self._rank_bytes
-            )
+            described = {*constraints, *self.statistics}
+            refuse_left_out(module, sharders, described, self._rank_bytes)
             warn_of_overridden(sharders, module, constraints)
+        offered_sharders = [self._offer(sharder) for sharder in sharders]
         try:
             with _without_warnings_of_data_parallel():
-                enumerated = super().enumerate(
-                    module, [self._offer(sharder) for sharder in sharders]
-                )
+                enumerated = super().enumerate(module, offered_sharders)
         except RuntimeError as error:
             # torchrec 1.8.0 raises this error if the constraints leave a table without
             # options.
-            if not str(error).startswith("No available sharding type"):
+            message = str(error)
+            if not message.startswith("No available sharding type"):
                 raise
-            named = re.search(
-                r" constraints for (.+)\. Module: (.+), sharder: ", str(error)
+            match = re.search(
+                r" constraints for (.+)\. Module: (.+), sharder: ",
+                message,
             )
-            said = (
-                self._without_option(*named.groups())
-                if named and named[1] in constraints
-                else str(error)
-            )
+            if match and match[1] in constraints:
+                message = self._without_option(table=match[1], sharder_key=match[2])
             raise PlannerError(
-                said, error_type=PlannerErrorType.STRICT_CONSTRAINTS
+                message,
+                error_type=PlannerErrorType.STRICT_CONSTRAINTS,
             ) from error
-        names = {option.name for option in enumerated}
-        here = {
-            name
-            for name, c in constraints.items()
-            if c.device_group in (None, "", compute_device(self))
-        }
-        _check_names("statistics of", names, set(self.statistics))
-        _check_names("constraints for", names, here)
-        mine = {
-            key
-            for key, sharder in self.sharder_map.items()
-            if isinstance(sharder, _Sharder)
-        }
-        wanted = [
-            o
-            for o in enumerated
-            if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))
-        ]
-        keys = {option.name: option.module_type_key for option in enumerated}
-        for name in sorted(keys.keys() - {option.name for option in wanted}):
-            said = self._without_option(name, keys[name])
-            raise PlannerError(said, error_type=PlannerErrorType.STRICT_CONSTRAINTS)
-        self.found = wanted
-        return wanted
+        sharder_keys = {option.name: option.module_type_key for option in enumerated}
+        model_tables = set(sharder_keys)
+        device_groups = (None, "", compute_device(self))
+        constrained_tables = set()
+        for table, constraint in constraints.items():
+            if constraint.device_group in device_groups:
+                constrained_tables.add(table)
+        _check_names("statistics of", model_tables, set(self.statistics))
+        _check_names("constraints for", model_tables, constrained_tables)
+        allowed = []
+        for option in enumerated:
+            sharder = self.sharder_map.get(option.module_type_key)
+            constraint = constraints.get(option.name)
+            if not isinstance(sharder, _Sharder) or _is_allowed(option, constraint):
+                allowed.append(option)
+        tables_with_options = {option.name for option in allowed}
+        for table in sorted(model_tables - tables_with_options):
+            message = self._without_option(table, sharder_keys[table])
+            raise PlannerError(message, error_type=PlannerErrorType.STRICT_CONSTRAINTS)
+        self.found = allowed
+        return allowed
 
-    def _without_option(self, name: str, key: str) -> str:
-        """Describes the error of a table that its constraint leaves no option; ``key``
-        is of its sharder.
+    def _without_option(self, table: str, sharder_key: str) -> str:
+        """Returns the message of the error that the constraint of a table leaves no
+        option for it.
         """
-        constraint, sharder, device = (
-            constraints_of(self)[name],
-            self.sharder_map[key],
-            compute_device(self),
-        )
-        asked, kernels = (
-            constraint.sharding_types,
-            constraint.compute_kernels or [RECSTORE_KERNEL],
-        )
-        offers = {
-            each: sharder.compute_kernels(each, device)
-            for each in sharder.sharding_types(device)
-        }
-        said = (
-            f"no sharding option is left for table {name!r} with"
-            f" sharding_types={asked}, compute_kernels={kernels}"
+        constraint = constraints_of(self)[table]
+        sharder = self.sharder_map[sharder_key]
+        device = compute_device(self)
+        kernels = constraint.compute_kernels or [RECSTORE_KERNEL]
+        problem = (
+            f"no sharding option is left for table {table!r} with"
+            f" sharding_types={constraint.sharding_types}, compute_kernels={kernels}"
         )
         if _on_servers(constraint):
             return (
-                f"{said}: servers distribute its rows, so that its sharding type must"
-                " be table_wise"
+                f"{problem}: servers distribute its rows, so that its sharding type"
+                " must be table_wise"
             )
-        types = [
-            each
-            for each, offered in offers.items()
-            if not set(kernels).isdisjoint(offered)
-        ]
-        others = sorted(
-            {kernel for each in asked or offers for kernel in offers.get(each, ())}
-        )
-        fixes = {"sharding_types": types, "compute_kernels": others}
-        return f"{said}: set " + " or ".join(
-            f"{field} to some of {of}" for field, of in fixes.items() if of
-        )
+        # The kernels that the sharder has for each sharding type.
+        offers = {}
+        for sharding_type in sharder.sharding_types(device):
+            offers[sharding_type] = sharder.compute_kernels(sharding_type, device)
+        possible_types = []
+        for sharding_type, offered_kernels in offers.items():
+            if not set(kernels).isdisjoint(offered_kernels):
+                possible_types.append(sharding_type)
+        possible_kernels: set[str] = set()
+        for sharding_type in constraint.sharding_types or offers:
+            possible_kernels.update(offers.get(sharding_type, ()))
+        fixes = []
+        if possible_types:
+            fixes.append(f"sharding_types to some of {possible_types}")
+        if possible_kernels:
+            fixes.append(f"compute_kernels to some of {sorted(possible_kernels)}")
+        return f"{problem}: set {' or '.join(fixes)}"
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Estimates the options.
@@ -258,15 +262,16 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         If the constraint of a table has none, TorchRec takes the dtype of the rows, and
         not the one of ``fused_params`` (torchrec 1.8.0).
         """
-        unset = [
-            o
-            for o in sharding_options
-            if o.compute_kernel == RECSTORE_KERNEL and o.output_dtype is None
-        ]
-        for option in unset:
-            option.output_dtype = lookup_type(option, self.sharder_map)
+        without_dtype = []
+        for option in sharding_options:
+            is_recstore = option.compute_kernel == RECSTORE_KERNEL
+            if is_recstore and option.output_dtype is None:
+                without_dtype.append(option)
+                option.output_dtype = lookup_type(option, self.sharder_map)
         super().populate_estimates(sharding_options)
-        for option in unset:  # The plan does not fix the dtype: fused_params may differ when the model is sharded.
+        # The plan does not fix the dtype: fused_params may differ when the model is
+        # sharded.
+        for option in without_dtype:
             option.output_dtype = None
 
     def _offer(self, sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
@@ -277,11 +282,12 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         return self._offers.setdefault(id(sharder), sharder.with_stock_kernels())
 
 
-def _check_names(what: str, known: set[str], named: set[str]) -> None:
-    if unknown := sorted(named - known):
+def _check_names(subject: str, model_tables: set[str], tables: set[str]) -> None:
+    unknown = sorted(tables - model_tables)
+    if unknown:
         raise PlannerError(
-            f"{what} unknown table(s) {', '.join(map(repr, unknown))}; the model's"
-            f" tables are {', '.join(map(repr, sorted(known)))}",
+            f"{subject} unknown table(s) {', '.join(map(repr, unknown))}; the model's"
+            f" tables are {', '.join(map(repr, sorted(model_tables)))}",
             error_type=PlannerErrorType.INPUT_VALIDATION,
         )
 
@@ -296,20 +302,21 @@ def _without_warnings_of_data_parallel() -> Iterator[None]:
     constraint leave out.
     """
 
-    def wanted(record: logging.LogRecord) -> bool:
-        said = record.getMessage()
-        ours = (
-            f"Constrained compute kernels: ['{RECSTORE_KERNEL}']" in said
-            and "data_parallel" in said
+    def is_shown(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_of_recstore = (
+            f"Constrained compute kernels: ['{RECSTORE_KERNEL}']" in message
+            and "data_parallel" in message
         )
-        return not (ours and said.startswith("No available compute kernels"))
+        is_warning = message.startswith("No available compute kernels")
+        return not (is_warning and is_of_recstore)
 
     logger = logging.getLogger(EmbeddingEnumerator.__module__)
-    logger.addFilter(wanted)
+    logger.addFilter(is_shown)
     try:
         yield
     finally:
-        logger.removeFilter(wanted)
+        logger.removeFilter(is_shown)
 
 
 def _on_servers(constraint: ParameterConstraints | None) -> bool:
@@ -319,19 +326,19 @@ def _on_servers(constraint: ParameterConstraints | None) -> bool:
     )
 
 
-def _wanted(option: ShardingOption, constraint: ParameterConstraints | None) -> bool:
+def _is_allowed(
+    option: ShardingOption,
+    constraint: ParameterConstraints | None,
+) -> bool:
     """Returns whether the constraint of a RecStore sharder's table allows the option's
     kernel.
     """
-    in_recstore = bool(option.compute_kernel == RECSTORE_KERNEL)
-    if (
-        _on_servers(constraint)
-        and in_recstore
-        and option.sharding_type != ShardingType.TABLE_WISE.value
-    ):
+    is_recstore = bool(option.compute_kernel == RECSTORE_KERNEL)
+    is_table_wise = option.sharding_type == ShardingType.TABLE_WISE.value
+    if is_recstore and _on_servers(constraint) and not is_table_wise:
         return False
     if constraint is None or not constraint.compute_kernels:
-        return not asks_for_recstore(constraint) or in_recstore
+        return is_recstore or not asks_for_recstore(constraint)
     return bool(option.compute_kernel in constraint.compute_kernels)
 
 
@@ -409,7 +416,10 @@ class RecStorePlanner(PlannerSeams):
     ) -> RecStoreEnumerator:
         """Returns the enumerator of a planner whose argument ``enumerator`` is None."""
         return RecStoreEnumerator(
-            topology, batch_size, constraints, statistics=self._statistics
+            topology,
+            batch_size,
+            constraints,
+            statistics=self._statistics,
         )
 
     def replace_stats(self, stats: Stats) -> Stats:
@@ -425,22 +435,31 @@ class RecStorePlanner(PlannerSeams):
         enumerator, topology = self.searched
         if not isinstance(enumerator, RecStoreEnumerator) or topology.world_size == 1:
             return plan
-        measured = {
-            name
-            for name, each in enumerator.statistics.items()
-            if each.ns_per_id is not None
-        }
-        if not measured:
+        measured_tables = set()
+        for name, table in enumerator.statistics.items():
+            if table.ns_per_id is not None:
+                measured_tables.add(name)
+        if not measured_tables:
             return plan
-        default = SHARDING_TYPE_MS if topology.compute_device == "cpu" else {}
-        types_ms = default if self._sharding_type_ms is None else self._sharding_type_ms
-        return refined(plan, enumerator.found, topology, measured, types_ms)
+        sharding_type_ms = self._sharding_type_ms
+        if sharding_type_ms is None:
+            is_cpu = topology.compute_device == "cpu"
+            sharding_type_ms = SHARDING_TYPE_MS if is_cpu else {}
+        return refined(
+            plan,
+            enumerator.found,
+            topology,
+            measured_tables,
+            sharding_type_ms,
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(constraints={dict(constraints_of(self))})"
 
     def plan(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
     ) -> ShardingPlan:
         """Returns the plan of a model, before sharding, for the modules of
         ``sharders``.
@@ -457,33 +476,38 @@ class RecStorePlanner(PlannerSeams):
             enumerator, topology = self.searched
             # An enumerator of the user's class does not keep its options. TorchRec's
             # message is all there is then.
-            found = (
-                enumerator.found if isinstance(enumerator, RecStoreEnumerator) else []
-            )
-            if not found or error.error_type not in _NO_ROOM:
+            options = []
+            if isinstance(enumerator, RecStoreEnumerator):
+                options = enumerator.found
+            if not options or error.error_type not in _NO_ROOM:
                 raise
-            said = "\n".join([*_shortages(found, topology), "", str(error)])
-            raise PlannerError(said, error_type=error.error_type) from None
-        tables = [
-            (path, module_plan, name)
-            for path, module_plan in plan.plan.items()
-            for name, sharding in module_plan.items()
-            if sharding.compute_kernel == RECSTORE_KERNEL
-        ]
-        times = Counter(name for *_, name in tables)
-        for path, module_plan, name in tables:
-            # Without a row name of their own, tables with the same name would make the
-            # same initial rows and would share their rows in a shared cold store.
-            row_name = f"{path}.{name}" if times[name] > 1 else None
-            options = options_of(constraints_of(self), name)
-            module_plan[name] = RecStoreParameterSharding.of(
-                module_plan[name], options, row_name
-            )
-        plan.plan = {
-            path: RecStoreModulePlan(module_plan)
-            for path, module_plan in plan.plan.items()
-        }
+            message = "\n".join([*_shortages(options, topology), "", str(error)])
+            raise PlannerError(message, error_type=error.error_type) from None
+        self._add_options(plan)
         return plan
+
+    def _add_options(self, plan: ShardingPlan) -> None:
+        """Replaces the entries of RecStore tables by entries with their options."""
+        name_counts: Counter[str] = Counter()
+        for module_plan in plan.plan.values():
+            for name, sharding in module_plan.items():
+                if sharding.compute_kernel == RECSTORE_KERNEL:
+                    name_counts[name] += 1
+        for path, module_plan in plan.plan.items():
+            for name, sharding in module_plan.items():
+                if sharding.compute_kernel != RECSTORE_KERNEL:
+                    continue
+                # Without a row name of their own, tables with the same name would make
+                # the same initial rows and would share their rows in a shared cold
+                # store.
+                row_name = f"{path}.{name}" if name_counts[name] > 1 else None
+                options = options_of(constraints_of(self), name)
+                module_plan[name] = RecStoreParameterSharding.of(
+                    sharding,
+                    options,
+                    row_name,
+                )
+            plan.plan[path] = RecStoreModulePlan(module_plan)
 
 
 class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
@@ -507,17 +531,21 @@ class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
 
         See TorchRec's ``EmbeddingStats``; the arguments are the same.
         """
-        kwargs.update(
-            best_plan=best_plan, constraints=constraints, enumerator=enumerator
+        super().log(
+            sharding_plan,
+            topology,
+            *args,
+            best_plan=best_plan,
+            constraints=constraints,
+            enumerator=enumerator,
+            **kwargs,
         )
-        super().log(sharding_plan, topology, *args, **kwargs)
-        statistics = (
-            enumerator.statistics if isinstance(enumerator, RecStoreEnumerator) else {}
-        )
+        statistics = {}
+        if isinstance(enumerator, RecStoreEnumerator):
+            statistics = enumerator.statistics
         lines = assumed(best_plan, constraints, statistics)
-        if topology.compute_device != "cpu" and isinstance(
-            enumerator, EmbeddingEnumerator
-        ):
+        has_bus = topology.compute_device != "cpu"
+        if has_bus and isinstance(enumerator, EmbeddingEnumerator):
             lines += _copied(best_plan, topology, constraints, enumerator.sharder_map)
         for line in lines:
             logger.info(line)
@@ -535,28 +563,30 @@ def assumed(
     counter of sightings, and the table's inputs and outputs.
     """
     lines = []
-    dynamic = [option for option in options if option.compute_kernel == RECSTORE_KERNEL]
-    times = Counter(option.name for option in dynamic)
-    for option in sorted(dynamic, key=lambda o: (o.name, o.path)):
-        name = (
-            option.name if times[option.name] == 1 else f"{option.path}.{option.name}"
-        )
-        asked = options_of(constraints, option.name)
-        if asked.servers is not None:
+    in_recstore = [
+        option for option in options if option.compute_kernel == RECSTORE_KERNEL
+    ]
+    name_counts = Counter(option.name for option in in_recstore)
+    for option in sorted(in_recstore, key=lambda option: (option.name, option.path)):
+        name = option.name
+        if name_counts[name] > 1:
+            name = f"{option.path}.{name}"
+        table_options = options_of(constraints, option.name)
+        if table_options.servers is not None:
             lines.append(
                 f"RecStore table {name!r} is on the servers"
-                f" {', '.join(asked.servers.addresses)}"
+                f" {', '.join(table_options.servers.addresses)}"
             )
             continue
         measured = statistics.get(option.name)
-        rows = planned_rows(asked, option.tensor.shape[0], measured)
-        ranks = ", ".join(
-            f"rank {s.rank}: {s.storage.ddr / 2**30:.3f} GiB" for s in option.shards
-        )
-        source = _source(asked, rows, measured)
+        rows = planned_rows(table_options, option.tensor.shape[0], measured)
+        source = _source(table_options, rows, measured)
+        ranks = []
+        for shard in option.shards:
+            ranks.append(f"rank {shard.rank}: {shard.storage.ddr / 2**30:.3f} GiB")
         lines.append(
             f"RecStore table {name!r}: {rows:,} resident rows assumed ({source});"
-            f" {ranks}"
+            f" {', '.join(ranks)}"
         )
     return lines
 
@@ -567,11 +597,9 @@ def _source(options: TableOptions, rows: int, measured: TableStatistics | None) 
         return "measured"
     if rows == options.max_rows and rows != options.expected_rows:
         return "max_rows"
-    return (
-        "expected_rows"
-        if options.expected_rows is not None
-        else "no expected_rows: num_embeddings, at most 2**20"
-    )
+    if options.expected_rows is not None:
+        return "expected_rows"
+    return "no expected_rows: num_embeddings, at most 2**20"
 
 
 def _copied(
@@ -587,18 +615,18 @@ def _copied(
     up: Counter[int] = Counter()
     for option in options:
         if option.compute_kernel == RECSTORE_KERNEL:
-            for shard, each in zip(
-                option.shards,
-                bus_bytes_of(option, topology, constraints, sharders),
-                strict=True,
-            ):
-                down[shard.rank] += round(each.down)
-                up[shard.rank] += round(each.up)
-    return [
-        f"RecStore tables of rank {rank} copy in a step {down[rank] / 2**20:.3f} MiB to"
-        f" the host and {up[rank] / 2**20:.3f} MiB to {topology.compute_device}"
-        for rank in sorted(down)
-    ]
+            shard_bytes = bus_bytes_of(option, topology, constraints, sharders)
+            for shard, bus_bytes in zip(option.shards, shard_bytes, strict=True):
+                down[shard.rank] += round(bus_bytes.down)
+                up[shard.rank] += round(bus_bytes.up)
+    lines = []
+    for rank in sorted(down):
+        lines.append(
+            f"RecStore tables of rank {rank} copy in a step"
+            f" {down[rank] / 2**20:.3f} MiB to the host and {up[rank] / 2**20:.3f} MiB"
+            f" to {topology.compute_device}"
+        )
+    return lines
 
 
 def _shortages(options: list[ShardingOption], topology: Topology) -> list[str]:
@@ -611,53 +639,76 @@ def _shortages(options: list[ShardingOption], topology: Topology) -> list[str]:
     kinds = {"ddr": "host memory (DDR)"}
     if topology.compute_device != "cpu":
         kinds["hbm"] = f"memory of {topology.compute_device} (HBM)"
-    by_table: dict[str, list[ShardingOption]] = {}
+    options_by_table: dict[str, list[ShardingOption]] = {}
     for option in options:
-        by_table.setdefault(option.fqn.lstrip("."), []).append(option)
-    lines, fullest = [], (0.0, "")
+        table = option.fqn.lstrip(".")
+        options_by_table.setdefault(table, []).append(option)
+    lines: list[str] = []
+    fullest = 0.0
+    fullest_line = ""
     for kind, memory in kinds.items():
-        # The bytes that each table needs at least, over its options: on the rank with
-        # its largest shard, and in all.
-        on_a_rank = {
-            table: min(
-                max(getattr(shard.storage, kind) for shard in option.shards)
-                for option in each
-            )
-            for table, each in by_table.items()
-        }
-        needed = sum(
-            min(getattr(option.total_storage, kind) for option in each)
-            for each in by_table.values()
-        )
-        sizes = [getattr(device.storage, kind) for device in topology.devices]
-        largest = sorted(on_a_rank.items(), key=lambda item: -item[1])
-        alone = [(table, size) for table, size in largest if size > max(sizes)]
-        lines += [
-            f"table {table!r} needs at least {_gib(size)} of {memory} on a rank, and a"
-            f" rank has {_gib(max(sizes))}"
-            for table, size in alone[:_MOST_NAMED]
-        ]
-        if len(alone) > _MOST_NAMED:
+        rank_sizes = [getattr(device.storage, kind) for device in topology.devices]
+        rank_size = max(rank_sizes)
+        total_size = sum(rank_sizes)
+        shard_sizes = _least_shard_bytes(options_by_table, kind)
+        needed = _least_bytes(options_by_table, kind)
+        largest = sorted(shard_sizes.items(), key=lambda item: -item[1])
+        too_large = [(table, size) for table, size in largest if size > rank_size]
+        for table, size in too_large[:_MOST_NAMED]:
             lines.append(
-                f"{len(alone) - _MOST_NAMED} more tables need more {memory} than a"
+                f"table {table!r} needs at least {_gib(size)} of {memory} on a rank,"
+                f" and a rank has {_gib(rank_size)}"
+            )
+        if len(too_large) > _MOST_NAMED:
+            lines.append(
+                f"{len(too_large) - _MOST_NAMED} more tables need more {memory} than a"
                 " rank has"
             )
-        shards = ", ".join(
-            f"{table!r} {_gib(size)}" for table, size in largest[:_MOST_NAMED]
-        )
-        if not alone and needed > sum(sizes):
+        named_shards = largest[:_MOST_NAMED]
+        shards = ", ".join(f"{table!r} {_gib(size)}" for table, size in named_shards)
+        if not too_large and needed > total_size:
             lines.append(
                 f"the tables need at least {_gib(needed)} of {memory}, and all"
-                f" {len(sizes)} rank(s) together have {_gib(sum(sizes))}; largest"
+                f" {len(rank_sizes)} rank(s) together have {_gib(total_size)}; largest"
                 f" shards: {shards}"
             )
-        each_fits = (
-            "each table fits, but the shards do not fit next to each other into the"
-            f" {memory} of {len(sizes)} rank(s) with {_gib(max(sizes))} each; largest"
-            f" shards: {shards}"
-        )
-        fullest = max(fullest, (needed / max(sum(sizes), 1), each_fits))
-    return lines or [fullest[1]]
+        fill = needed / max(total_size, 1)
+        if fill >= fullest:
+            fullest = fill
+            fullest_line = (
+                "each table fits, but the shards do not fit next to each other into"
+                f" the {memory} of {len(rank_sizes)} rank(s) with {_gib(rank_size)}"
+                f" each; largest shards: {shards}"
+            )
+    return lines or [fullest_line]
+
+
+def _least_shard_bytes(
+    options_by_table: Mapping[str, list[ShardingOption]],
+    kind: str,
+) -> dict[str, int]:
+    """Returns for each table the bytes that it needs at least, over its options, on the
+    rank with its largest shard.
+    """
+    least_bytes = {}
+    for table, options in options_by_table.items():
+        option_bytes = []
+        for option in options:
+            shard_bytes = [getattr(shard.storage, kind) for shard in option.shards]
+            option_bytes.append(max(shard_bytes))
+        least_bytes[table] = min(option_bytes)
+    return least_bytes
+
+
+def _least_bytes(
+    options_by_table: Mapping[str, list[ShardingOption]],
+    kind: str,
+) -> int:
+    """Returns the bytes that all tables need at least, over their options."""
+    needed = 0
+    for options in options_by_table.values():
+        needed += min(getattr(option.total_storage, kind) for option in options)
+    return needed
 
 
 def _gib(size: int) -> str:

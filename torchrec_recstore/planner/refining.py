@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import ShardingOption, Storage, Topology
 
 from torchrec_recstore.planner.traffic import (
     COLLECTIVES,
@@ -58,7 +58,7 @@ def check_sharding_type_ms(milliseconds: Mapping[str, float]) -> None:
 
 def refined(
     plan: list[ShardingOption],
-    found: list[ShardingOption],
+    options: list[ShardingOption],
     topology: Topology,
     measured: set[str],
     sharding_type_ms: Mapping[str, float],
@@ -69,42 +69,37 @@ def refined(
     what a rank sends to and receives from the shards of other ranks, and what each
     sharding type of a collection takes. It starts from the plan, and from the plans in
     which the tables have only one sharding type. Only tables on the slowest rank are
-    moved, or swapped with a table of another rank. ``found`` are all options from which
-    the plan was chosen, and ``measured`` the names of the tables that may be moved.
+    moved, or swapped with a table of another rank. ``options`` are all options from
+    which the plan was chosen, and ``measured`` the names of the tables that may be
+    moved.
     """
-    choices = {
-        (option.fqn, option.sharding_type): option
-        for option in found
-        if option.name in measured
-        and option.sharding_type in REFINED
-        and option.compute_kernel == RECSTORE_KERNEL
-        and option.is_pooled
-    }
-    fixed = [
-        option for option in plan if (option.fqn, option.sharding_type) not in choices
-    ]
+    choices = {}
+    for option in options:
+        if (
+            option.name in measured
+            and option.sharding_type in REFINED
+            and option.compute_kernel == RECSTORE_KERNEL
+            and option.is_pooled
+        ):
+            choices[option.fqn, option.sharding_type] = option
+    fixed = []
+    places: dict[str, _Place] = {}
+    for option in plan:
+        if (option.fqn, option.sharding_type) in choices:
+            ranks = tuple(shard.rank for shard in option.shards)
+            places[option.fqn] = _Place(option.sharding_type, ranks)
+        else:
+            fixed.append(option)
     cost = _Cost(choices, fixed, topology, sharding_type_ms)
-    places = {
-        option.fqn: _Place(
-            option.sharding_type, tuple(shard.rank for shard in option.shards)
-        )
-        for option in plan
-        if (option.fqn, option.sharding_type) in choices
-    }
     if not places:
         return plan
-    starts = [
-        places,
-        *(
-            start
-            for kind in REFINED
-            if (start := _of_one_type(kind, list(places), cost)) is not None
-        ),
-    ]
-    places = min(
-        (_best_from(start, cost) for start in starts),
-        key=lambda each: cost.slowest(each, cost.load(each))[0],
-    )
+    starts = [places]
+    for sharding_type in REFINED:
+        start = _of_one_type(sharding_type, list(places), cost)
+        if start is not None:
+            starts.append(start)
+    ends = [_best_from(start, cost) for start in starts]
+    places = min(ends, key=cost.step_ms)
     moved = []
     for option in plan:
         if option.fqn in places and (option.fqn, option.sharding_type) in choices:
@@ -125,7 +120,9 @@ class _Place:
 
 
 def _of_one_type(
-    sharding_type: str, tables: list[str], cost: _Cost
+    sharding_type: str,
+    tables: list[str],
+    cost: _Cost,
 ) -> dict[str, _Place] | None:
     """Returns places of one sharding type, or None if the tables cannot have it or do
     not fit.
@@ -133,31 +130,40 @@ def _of_one_type(
     Table-wise tables are placed one by one, that with the longest lookups first, where
     the slowest rank is fastest.
     """
-    if not all((table, sharding_type) in cost.choices for table in tables):
-        return None
+    for table in tables:
+        if (table, sharding_type) not in cost.choices:
+            return None
     if sharding_type == "row_wise":
         places = dict.fromkeys(tables, cost.everywhere)
         return places if cost.fits(cost.load(places)) else None
+    lookup_ms: dict[str, float] = {}
+    for table in tables:
+        load = cost.load({table: _Place(sharding_type, (0,))})
+        lookup_ms[table] = float(load[0, 0])
     places = {}
-    alone = {
-        table: cost.load({table: _Place(sharding_type, (0,))})[0, 0] for table in tables
-    }
-    for table in sorted(tables, key=lambda name: -alone[name]):
-        after = [
-            {**places, table: _Place(sharding_type, (rank,))}
-            for rank in range(cost.ranks)
-        ]
-        fitting = [(each, load) for each in after if cost.fits(load := cost.load(each))]
-        if not fitting:
+    for table in sorted(tables, key=lambda name: -lookup_ms[name]):
+        best: dict[str, _Place] | None = None
+        best_ms = math.inf
+        for rank in range(cost.ranks):
+            candidate = {**places, table: _Place(sharding_type, (rank,))}
+            load = cost.load(candidate)
+            if cost.fits(load):
+                step_ms, _ = cost.slowest(candidate, load)
+                if best is None or step_ms < best_ms:
+                    best = candidate
+                    best_ms = step_ms
+        if best is None:
             return None
-        places, _ = min(fitting, key=lambda each: cost.slowest(*each)[0])
+        places = best
     return places
 
 
 def _best_from(places: dict[str, _Place], cost: _Cost) -> dict[str, _Place]:
-    while better := _improved(places, cost):
-        places = better
-    return places
+    while True:
+        improved = _improved(places, cost)
+        if not improved:
+            return places
+        places = improved
 
 
 def _improved(places: Mapping[str, _Place], cost: _Cost) -> dict[str, _Place]:
@@ -165,47 +171,43 @@ def _improved(places: Mapping[str, _Place], cost: _Cost) -> dict[str, _Place]:
     slowest rank faster.
     """
     load = cost.load(places)
-    now, rank = cost.slowest(places, load)
-    best: tuple[float, dict[str, _Place]] = (now * (1 - _LEAST_GAIN), {})
-    for changed in _changes(places, rank, cost):
-        if not all(
-            (table, place.sharding_type) in cost.choices
-            for table, place in changed.items()
-        ):
+    step_ms, slowest_rank = cost.slowest(places, load)
+    best_ms = step_ms * (1 - _LEAST_GAIN)
+    best: dict[str, _Place] = {}
+    for changed in _changes(places, slowest_rank, cost):
+        if not cost.has_choices(changed):
             continue
-        after = {**places, **changed}
-        load_after = (
-            load
-            + cost.load(changed)
-            - cost.load({table: places[table] for table in changed})
-        )
-        if cost.fits(load_after):
-            best = min(
-                best,
-                (cost.slowest(after, load_after)[0], after),
-                key=lambda each: each[0],
-            )
-    return best[1]
+        replaced = {table: places[table] for table in changed}
+        new_places = {**places, **changed}
+        new_load = load + cost.load(changed) - cost.load(replaced)
+        if cost.fits(new_load):
+            new_ms, _ = cost.slowest(new_places, new_load)
+            if new_ms < best_ms:
+                best_ms = new_ms
+                best = new_places
+    return best
 
 
 def _changes(
-    places: Mapping[str, _Place], slowest: int, cost: _Cost
+    places: Mapping[str, _Place],
+    slowest: int,
+    cost: _Cost,
 ) -> Iterator[dict[str, _Place]]:
     """Returns the other places of each table of a rank, and the swaps of two tables of
     two ranks.
     """
+    new_places = [cost.everywhere]
+    for rank in range(cost.ranks):
+        new_places.append(_Place("table_wise", (rank,)))
     for table, place in places.items():
         if slowest not in place.ranks:
             continue
-        for other in (
-            cost.everywhere,
-            *(_Place("table_wise", (rank,)) for rank in range(cost.ranks)),
-        ):
-            if other != place:
-                yield {table: other}
-        for partner, its_place in places.items():
-            if place != its_place:
-                yield {table: its_place, partner: place}
+        for new_place in new_places:
+            if new_place != place:
+                yield {table: new_place}
+        for partner, partner_place in places.items():
+            if place != partner_place:
+                yield {table: partner_place, partner: place}
 
 
 class _Cost:
@@ -221,7 +223,8 @@ class _Cost:
         topology: Topology,
         sharding_type_ms: Mapping[str, float],
     ) -> None:
-        self.choices, self.ranks = choices, int(topology.world_size)
+        self.choices = choices
+        self.ranks = int(topology.world_size)
         self.everywhere = _Place("row_wise", tuple(range(self.ranks)))
         self._type_ms = sharding_type_ms
         self._device = str(topology.compute_device)
@@ -229,22 +232,34 @@ class _Cost:
         bandwidths = topology.comms_bandwidths
         same_host = hosts[:, None] == hosts[None, :]
         self._ms_per_byte = torch.where(
-            same_host, 1 / bandwidths.intra_host_bw, 1 / bandwidths.inter_host_bw
+            same_host,
+            1 / bandwidths.intra_host_bw,
+            1 / bandwidths.inter_host_bw,
         ).double()
         self._ms_per_byte.fill_diagonal_(0)
         self._fixed_ms = torch.zeros(self.ranks, dtype=torch.float64)
-        self._free = torch.tensor(
-            [[d.storage.ddr, d.storage.hbm] for d in topology.devices],
-            dtype=torch.float64,
+        self._free_bytes = torch.stack(
+            [_bytes_of(device.storage) for device in topology.devices]
         )
-        self._known: dict[tuple[str, _Place], Tensor] = {}
+        self._loads: dict[tuple[str, _Place], Tensor] = {}
         # the path is the collection's
         self._fixed_types = {(option.path, option.sharding_type) for option in fixed}
-        for shard in (shard for option in fixed for shard in option.shards):
-            self._fixed_ms[shard.rank] += shard.perf.total
-            self._free[shard.rank] -= torch.tensor(
-                [shard.storage.ddr, shard.storage.hbm], dtype=torch.float64
-            )
+        for option in fixed:
+            for shard in option.shards:
+                self._fixed_ms[shard.rank] += shard.perf.total
+                self._free_bytes[shard.rank] -= _bytes_of(shard.storage)
+
+    def has_choices(self, places: Mapping[str, _Place]) -> bool:
+        """Returns whether each table can have the sharding type of its place."""
+        return all(
+            (table, place.sharding_type) in self.choices
+            for table, place in places.items()
+        )
+
+    def step_ms(self, places: Mapping[str, _Place]) -> float:
+        """Returns the milliseconds of the slowest rank."""
+        milliseconds, _ = self.slowest(places, self.load(places))
+        return milliseconds
 
     def slowest(self, places: Mapping[str, _Place], load: Tensor) -> tuple[float, int]:
         """Returns the milliseconds of the slowest rank, and the rank.
@@ -252,20 +267,19 @@ class _Cost:
         ``load`` is that of the places.
         """
         exchanged = load[:, 1:-2].view(self.ranks, len(COLLECTIVES), 2)
-        step = self._fixed_ms + load[:, 0] + exchanged.amax(2).sum(1)
-        options = (
-            self.choices[table, place.sharding_type] for table, place in places.items()
+        rank_ms = self._fixed_ms + load[:, 0] + exchanged.amax(2).sum(1)
+        types = set(self._fixed_types)
+        for table, place in places.items():
+            option = self.choices[table, place.sharding_type]
+            types.add((option.path, option.sharding_type))
+        types_ms = sum(
+            self._type_ms.get(sharding_type, 0.0) for _, sharding_type in types
         )
-        types = self._fixed_types | {
-            (option.path, option.sharding_type) for option in options
-        }
-        return float(step.max()) + sum(
-            self._type_ms.get(kind, 0.0) for _, kind in types
-        ), int(step.argmax())
+        return float(rank_ms.max()) + types_ms, int(rank_ms.argmax())
 
     def fits(self, load: Tensor) -> bool:
         """Returns whether every rank has the memory."""
-        return bool((load[:, -2:] <= self._free).all())
+        return bool((load[:, -2:] <= self._free_bytes).all())
 
     def load(self, places: Mapping[str, _Place]) -> Tensor:
         """Returns what tables cost each rank together, (R, 1 + 2C + 2) float64.
@@ -273,21 +287,22 @@ class _Cost:
         The columns are the milliseconds of lookups, those of sending and of receiving
         with each of C collectives, and the bytes of host and device memory.
         """
-        none = torch.zeros(self.ranks, 3 + 2 * len(COLLECTIVES), dtype=torch.float64)
-        return sum(
-            (self._of(table, place) for table, place in places.items()), start=none
-        )
+        total = self._no_load()
+        for table, place in places.items():
+            total = total + self._table_load(table, place)
+        return total
 
-    def _of(self, table: str, place: _Place) -> Tensor:
-        if (table, place) in self._known:
-            return self._known[table, place]
+    def _no_load(self) -> Tensor:
+        return torch.zeros(self.ranks, 3 + 2 * len(COLLECTIVES), dtype=torch.float64)
+
+    def _table_load(self, table: str, place: _Place) -> Tensor:
+        if (table, place) in self._loads:
+            return self._loads[table, place]
         option = self.choices[table, place.sharding_type]
-        load = torch.zeros(self.ranks, 3 + 2 * len(COLLECTIVES), dtype=torch.float64)
+        load = self._no_load()
         for shard, rank in zip(option.shards, place.ranks, strict=True):
             load[rank, 0] += shard.perf.fwd_compute + shard.perf.bwd_compute
-            load[rank, -2:] += torch.tensor(
-                [shard.storage.ddr, shard.storage.hbm], dtype=torch.float64
-            )
+            load[rank, -2:] += _bytes_of(shard.storage)
         placed = PlacedTable(
             place.sharding_type,
             place.ranks,
@@ -296,22 +311,32 @@ class _Cost:
             ids_per_sample=sum(option.input_lengths),
             weighted=bool(option.is_weighted),
         )
-        held = torch.zeros(self.ranks, dtype=torch.float64)
-        held[list(place.ranks)] = 1
+        has_shard = torch.zeros(self.ranks, dtype=torch.float64)
+        has_shard[list(place.ranks)] = 1
         owner = place.ranks[0]
-        other = (owner + 1) % self.ranks
-        for at, name in enumerate(COLLECTIVES):
+        peer = (owner + 1) % self.ranks
+        # The milliseconds a byte: of each rank with all ranks that have a shard, and of
+        # each rank that has a shard with all ranks.
+        to_shards = self._ms_per_byte @ has_shard
+        from_shards = has_shard * self._ms_per_byte.sum(1)
+        for number, name in enumerate(COLLECTIVES):
             # Each rank sends inputs and gradients to each rank with a shard, which
             # sends pooled rows back.
-            source, to = (owner, other) if name in OUTPUTS else (other, owner)
-            size = placed.message_bytes(
-                name, source, to, option.batch_size
-            ) * library_factor(name, self._device)
-            sends, receives = (
-                size * (self._ms_per_byte @ held),
-                size * held * self._ms_per_byte.sum(1),
-            )
-            outward = (receives, sends) if name in OUTPUTS else (sends, receives)
-            load[:, 1 + 2 * at], load[:, 2 + 2 * at] = outward
-        self._known[table, place] = load
+            if name in OUTPUTS:
+                size = placed.message_bytes(name, owner, peer, option.batch_size)
+                send_ms = from_shards
+                receive_ms = to_shards
+            else:
+                size = placed.message_bytes(name, peer, owner, option.batch_size)
+                send_ms = to_shards
+                receive_ms = from_shards
+            size *= library_factor(name, self._device)
+            load[:, 1 + 2 * number] = size * send_ms
+            load[:, 2 + 2 * number] = size * receive_ms
+        self._loads[table, place] = load
         return load
+
+
+def _bytes_of(storage: Storage) -> Tensor:
+    """Returns the bytes of host and device memory, (2,) float64."""
+    return torch.tensor([storage.ddr, storage.hbm], dtype=torch.float64)

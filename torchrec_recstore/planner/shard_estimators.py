@@ -109,7 +109,9 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
         self._statistics = dict(statistics or {})
 
     def estimate(
-        self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
+        self,
+        sharding_options: list[ShardingOption],
+        sharder_data_map: SharderDataMap,
     ) -> None:
         """Sets the estimated storage, in bytes, of every shard of the options.
 
@@ -121,55 +123,51 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             ValueError: RecStore does not support the optimizer or the ``state_dtype``
                 of a RecStore table.
         """
-        super().estimate(
-            [o for o in sharding_options if o.compute_kernel != RECSTORE_KERNEL],
-            sharder_data_map,
-        )
+        stock_options = []
         for option in sharding_options:
-            if option.compute_kernel != RECSTORE_KERNEL:
-                continue
-            params = with_marks(
-                sharder_data_map[option.module_type_key].fused_params, option.tensor
-            )
-            optimizer = optimizer_from_fused_params(params, [option.name])
-            itemsize = state_dtype(params, [option.name]).itemsize
-            options = options_of(constraints_of(self), option.name)
-            if options.frozen or not option.tensor.requires_grad:
-                optimizer = without_state(optimizer)
-            remote = options.servers is not None
-            rows_of_all = option.tensor.shape[0]
-            rows = (
-                0
-                if remote
-                else planned_rows(
-                    options, rows_of_all, self._statistics.get(option.name)
-                )
-            )
-            counter_bytes = (
-                0
-                if options.admission is None or remote
-                else options.admission.counter_bytes
-            )
-            record_bytes = LEFT_ID_BYTES * (options.left_ids or 0)
-            without_rows = _without_rows(option)
-            super().estimate([without_rows], sharder_data_map)
-            for shard, io in zip(option.shards, without_rows.shards, strict=True):
-                columns = shard.size[1]
-                of_row = row_bytes(_dtype(option), columns) + state_bytes(
-                    optimizer, columns, itemsize
-                )
-                resident_bytes = -(-rows * shard.size[0] // rows_of_all) * (
-                    OVERHEAD_BYTES_PER_ROW + of_row
-                )
-                copied_bytes = io.storage.hbm  # 0 on the CPU
-                ddr = (
-                    io.storage.ddr
-                    + resident_bytes
-                    + counter_bytes
-                    + record_bytes
-                    + copied_bytes
-                )
-                shard.storage = Storage(hbm=io.storage.hbm, ddr=ddr)
+            if option.compute_kernel == RECSTORE_KERNEL:
+                self._estimate_recstore(option, sharder_data_map)
+            else:
+                stock_options.append(option)
+        super().estimate(stock_options, sharder_data_map)
+
+    def _estimate_recstore(
+        self,
+        option: ShardingOption,
+        sharder_data_map: SharderDataMap,
+    ) -> None:
+        """Sets the estimated storage of every shard of a RecStore table."""
+        fused_params = sharder_data_map[option.module_type_key].fused_params
+        params = with_marks(fused_params, option.tensor)
+        optimizer = optimizer_from_fused_params(params, [option.name])
+        itemsize = state_dtype(params, [option.name]).itemsize
+        options = options_of(constraints_of(self), option.name)
+        if options.frozen or not option.tensor.requires_grad:
+            optimizer = without_state(optimizer)
+        num_embeddings = option.tensor.shape[0]
+        rows = 0
+        counter_bytes = 0
+        if options.servers is None:
+            measured = self._statistics.get(option.name)
+            rows = planned_rows(options, num_embeddings, measured)
+            if options.admission is not None:
+                counter_bytes = options.admission.counter_bytes
+        record_bytes = LEFT_ID_BYTES * (options.left_ids or 0)
+        without_rows = _without_rows(option)
+        super().estimate([without_rows], sharder_data_map)
+        for shard, io_shard in zip(option.shards, without_rows.shards, strict=True):
+            columns = shard.size[1]
+            weight_bytes = row_bytes(_dtype(option), columns)
+            states_bytes = state_bytes(optimizer, columns, itemsize)
+            bytes_per_row = OVERHEAD_BYTES_PER_ROW + weight_bytes + states_bytes
+            # The part of the rows that belongs to the shard, rounded up.
+            shard_rows = -(-rows * shard.size[0] // num_embeddings)
+            io_storage = io_shard.storage
+            ddr = io_storage.ddr
+            ddr += shard_rows * bytes_per_row
+            ddr += counter_bytes + record_bytes
+            ddr += io_storage.hbm  # for the copies; 0 on the CPU
+            shard.storage = Storage(hbm=io_storage.hbm, ddr=ddr)
 
 
 def _without_rows(option: ShardingOption) -> ShardingOption:
@@ -177,17 +175,21 @@ def _without_rows(option: ShardingOption) -> ShardingOption:
 
     TorchRec's estimate of it has only the inputs and outputs.
     """
-    same = (
-        "name module input_lengths batch_size sharding_type partition_by compute_kernel"
-        " cache_params is_pooled"
-    )
-    fields = {
-        name: getattr(option, name)
-        for name in (*same.split(), "feature_names", "output_dtype", "num_poolings")
-    }
-    shards = [Shard(size=shard.size, offset=shard.offset) for shard in option.shards]
     return ShardingOption(
-        tensor=ResidentParameter.of(option.tensor, rows=0), shards=shards, **fields
+        name=option.name,
+        tensor=ResidentParameter.of(option.tensor, rows=0),
+        module=option.module,
+        input_lengths=option.input_lengths,
+        batch_size=option.batch_size,
+        sharding_type=option.sharding_type,
+        partition_by=option.partition_by,
+        compute_kernel=option.compute_kernel,
+        shards=[Shard(size=shard.size, offset=shard.offset) for shard in option.shards],
+        cache_params=option.cache_params,
+        is_pooled=option.is_pooled,
+        feature_names=option.feature_names,
+        output_dtype=option.output_dtype,
+        num_poolings=option.num_poolings,
     )
 
 
@@ -199,11 +201,11 @@ def _dtype(option: ShardingOption) -> torch.dtype:
     collection = option.module[1]
     if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
         collection = collection_inside(collection)
-    kinds = {
-        config.name: ROW_DTYPES.get(config.data_type)
-        for config in configs_of(collection)
-    }
-    return kinds.get(option.name) or option.tensor.dtype
+    for config in configs_of(collection):
+        if config.name == option.name and config.data_type in ROW_DTYPES:
+            return ROW_DTYPES[config.data_type]
+    dtype: torch.dtype = option.tensor.dtype
+    return dtype
 
 
 class MeasuredPerfConfig(RecStorePerfConfig):
@@ -240,17 +242,16 @@ class MeasuredPerfConfig(RecStorePerfConfig):
             return default(evaluator_of(context), context, self)
         bandwidths = context.comms_bandwidths
         assert bandwidths is not None
-        speeds = (
-            bandwidths.intra_host_bw,
-            bandwidths.inter_host_bw,
-            "cuda" if self._over_bus else "cpu",
-        )
-        exchanged = [
-            each
-            for each in _traffic(context)
-            if (each.collective == "gradients") == of_gradients
-        ]
-        return sum(milliseconds(each, *speeds) for each in exchanged)
+        total_ms = 0.0
+        for traffic in _traffic(context):
+            if (traffic.collective == "gradients") == of_gradients:
+                total_ms += milliseconds(
+                    traffic,
+                    bandwidths.intra_host_bw,
+                    bandwidths.inter_host_bw,
+                    "cuda" if self._over_bus else "cpu",
+                )
+        return total_ms
 
     def _counts(self, context: ShardPerfContext) -> bool:
         # On one rank no bytes are exchanged. TorchRec's formulas then prefer table-wise
@@ -269,32 +270,41 @@ def _traffic(context: ShardPerfContext) -> list[RankTraffic]:
 
     Those of ranks without a shard of the table are not counted.
     """
-    in_rows = context.sharding_type == ShardingType.ROW_WISE.value
-    bags = [
-        n * b for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)
-    ]
-    table = PlacedTable(
+    bags = 0.0
+    ids = 0.0
+    for poolings, batch_size, length in zip(
+        context.num_poolings,
+        context.batch_sizes,
+        context.input_lengths,
+        strict=True,
+    ):
+        bags += poolings * batch_size
+        ids += poolings * batch_size * length
+    if context.sharding_type == ShardingType.ROW_WISE.value:
+        sharding_type = "row_wise"
+        ranks = tuple(range(context.world_size))
+        element_bytes = context.fwd_sr_comm_data_type_size
+    else:
         # The evaluation is that of one shard: a shard of columns exchanges as much as a
         # table with its columns does.
-        sharding_type="row_wise" if in_rows else "table_wise",
-        ranks=tuple(range(context.world_size)) if in_rows else (0,),
+        sharding_type = "table_wise"
+        ranks = (0,)
+        element_bytes = context.fwd_a2a_comm_data_type_size
+    table = PlacedTable(
+        sharding_type=sharding_type,
+        ranks=ranks,
         dim=context.emb_dim,
-        features=round(sum(bags)),
-        ids_per_sample=sum(
-            n * length for n, length in zip(bags, context.input_lengths, strict=True)
-        ),
+        features=round(bags),
+        ids_per_sample=ids,
         weighted=context.is_weighted,
-        element_bytes=(
-            context.fwd_sr_comm_data_type_size
-            if in_rows
-            else context.fwd_a2a_comm_data_type_size
-        ),
+        element_bytes=element_bytes,
     )
     return rank_traffic([table], 0, context.world_size, 1, context.local_world_size)
 
 
 def lookup_type(
-    option: ShardingOption, sharders: Mapping[str, ModuleSharder[nn.Module]]
+    option: ShardingOption,
+    sharders: Mapping[str, ModuleSharder[nn.Module]],
 ) -> DataType:
     """Returns the data type of the results of a RecStore table's lookups.
 
@@ -302,9 +312,8 @@ def lookup_type(
     """
     if option.output_dtype is not None:
         return option.output_dtype
-    fused_params = convert_to_fbgemm_types(
-        dict(build_sharder_data(sharders[option.module_type_key]).fused_params)
-    )
+    sharder_data = build_sharder_data(sharders[option.module_type_key])
+    fused_params = convert_to_fbgemm_types(dict(sharder_data.fused_params))
     return dtype_to_data_type(output_dtype(fused_params, [option.name]))
 
 
@@ -319,22 +328,28 @@ def bus_bytes_of(
 
     The sharders are by ``option.module_type_key``.
     """
-    data = build_sharder_data(sharders[option.module_type_key])
-    sizes, config = [shard.size for shard in option.shards], RecStorePerfConfig()
     contexts = ShardPerfContext.build_shard_perf_contexts(
-        config, sizes, option, topology, constraints, data
+        RecStorePerfConfig(),
+        [shard.size for shard in option.shards],
+        option,
+        topology,
+        constraints,
+        build_sharder_data(sharders[option.module_type_key]),
     )
     itemsize = DATA_TYPE_NUM_BITS[lookup_type(option, sharders)] / 8
     # TorchRec knows the processors of other modules only
     # (ShardingOption.has_feature_processor, torchrec 1.8.0).
     processed = option.has_feature_processor or isinstance(
-        option.module[1], FeatureProcessedEmbeddingBagCollection
+        option.module[1],
+        FeatureProcessedEmbeddingBagCollection,
     )
-    changes: dict[str, Any] = {
-        "output_data_type_size": itemsize,
-        "has_feature_processor": processed,
-    }
-    return [
-        bus_bytes(replace(each, is_weighted=each.is_weighted or processed, **changes))
-        for each in contexts
-    ]
+    shard_bytes = []
+    for context in contexts:
+        corrected = replace(
+            context,
+            is_weighted=context.is_weighted or processed,
+            output_data_type_size=itemsize,
+            has_feature_processor=processed,
+        )
+        shard_bytes.append(bus_bytes(corrected))
+    return shard_bytes

@@ -63,24 +63,20 @@ class TableStatistics:
     ns_per_id: float | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            numbers = (
-                value if isinstance(value, tuple) else () if value is None else (value,)
-            )
-            most = 1 if each.name.endswith("_share") else math.inf
+        for measured_field in fields(self):
+            name = measured_field.name
+            value = getattr(self, name)
+            if value is None:
+                continue
+            numbers = value if isinstance(value, tuple) else (value,)
             # Rows can have left between two checkpoints.
-            least = -math.inf if each.name == "rows_per_step" else 0
-            if any(
-                isinstance(n, bool)
-                or not isinstance(n, int | float)
-                or not math.isfinite(n)
-                for n in numbers
-            ):
-                raise ValueError(f"{each.name} must be finite numbers, got {value!r}")
-            if any(not least <= n <= most for n in numbers):
+            lower = -math.inf if name == "rows_per_step" else 0
+            upper = 1 if name.endswith("_share") else math.inf
+            if not all(_is_finite_number(number) for number in numbers):
+                raise ValueError(f"{name} must be finite numbers, got {value!r}")
+            if not all(lower <= number <= upper for number in numbers):
                 raise ValueError(
-                    f"{each.name} must be at least {least} and at most {most}, got"
+                    f"{name} must be at least {lower} and at most {upper}, got"
                     f" {value!r}"
                 )
 
@@ -97,7 +93,13 @@ class TableStatistics:
         if self.rows is None or self.rows_per_step is None:
             missing = "rows" if self.rows is None else "rows_per_step"
             raise ValueError(f"the growth is not known: {missing} was not measured")
-        return replace(self, rows=max(0, round(self.rows + steps * self.rows_per_step)))
+        rows = round(self.rows + steps * self.rows_per_step)
+        return replace(self, rows=max(0, rows))
+
+
+def _is_finite_number(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def combined_statistics(
@@ -108,16 +110,23 @@ def combined_statistics(
 
     For each field of a table, the first source that measured it counts.
     """
-    found: dict[str, TableStatistics] = {}
+    combined: dict[str, TableStatistics] = {}
     for source in sources:
         for name, table in source.items():
-            known = {
-                f.name: v
-                for f in fields(table)
-                if (v := getattr(found.get(name), f.name, None)) is not None
-            }
-            found[name] = replace(table, **known)
-    return found
+            if name in combined:
+                earlier = _measured_fields(combined[name])
+                table = replace(table, **earlier)
+            combined[name] = table
+    return combined
+
+
+def _measured_fields(table: TableStatistics) -> dict[str, Any]:
+    """Returns the fields that are not None."""
+    measured = {}
+    for name, value in asdict(table).items():
+        if value is not None:
+            measured[name] = value
+    return measured
 
 
 def measure_statistics(
@@ -144,42 +153,56 @@ def measure_statistics(
         ValueError: There is no batch or no id, or a batch lacks a feature. The message
             names the feature.
     """
-    own: dict[str, list[KeyedJaggedTensor]] = {config.name: [] for config in configs}
+    table_batches: dict[str, list[KeyedJaggedTensor]] = {}
+    for config in configs:
+        table_batches[config.name] = []
     samples = 0
     for batch in batches:
         samples += batch.stride()
-        if lacking := missing_features(batch.keys(), configs):
-            raise ValueError(lacking)
+        missing = missing_features(batch.keys(), configs)
+        if missing:
+            raise ValueError(missing)
         for config in configs:
-            of_table = KeyedJaggedTensor.from_jt_dict(
-                {name: batch[name] for name in config.feature_names}
-            )
-            if len(of_table.values()):
-                own[config.name].append(of_table)
-    return {
-        config.name: _measured(config, own[config.name], samples, optimizer)
-        for config in configs
-    }
+            features = {name: batch[name] for name in config.feature_names}
+            table_batch = KeyedJaggedTensor.from_jt_dict(features)
+            if len(table_batch.values()):
+                table_batches[config.name].append(table_batch)
+    statistics_by_name = {}
+    for config in configs:
+        statistics_by_name[config.name] = _measured(
+            config,
+            table_batches[config.name],
+            samples,
+            optimizer,
+        )
+    return statistics_by_name
 
 
 def _measured(
     config: EmbeddingBagConfig | EmbeddingConfig,
-    own: Sequence[KeyedJaggedTensor],
+    batches: Sequence[KeyedJaggedTensor],
     samples: int,
     optimizer: Optimizer | None,
 ) -> TableStatistics:
-    if not own:
+    if not batches:
         raise ValueError(f"table {config.name!r}: the batches have no ids")
-    ids = torch.cat([features.values() for features in own])
+    ids = torch.cat([batch.values() for batch in batches])
+    _, id_counts = torch.unique(ids, return_counts=True)
+    n_unique = 0
+    for batch in batches:
+        n_unique += len(torch.unique(batch.values()))
+    ids_per_sample = []
+    lengths = [batch.length_per_key() for batch in batches]
+    for feature_lengths in zip(*lengths, strict=True):
+        ids_per_sample.append(sum(feature_lengths) / samples)
+    ns_per_id = None
+    if optimizer is not None:
+        ns_per_id = _ns_per_id(config, batches, optimizer)
     return TableStatistics(
-        ids_per_sample=tuple(
-            sum(counts) / samples
-            for counts in zip(*(each.length_per_key() for each in own), strict=True)
-        ),
-        unique_share=sum(len(torch.unique(features.values())) for features in own)
-        / len(ids),
-        hottest_share=int(torch.unique(ids, return_counts=True)[1].max()) / len(ids),
-        ns_per_id=None if optimizer is None else _ns_per_id(config, own, optimizer),
+        ids_per_sample=tuple(ids_per_sample),
+        unique_share=n_unique / len(ids),
+        hottest_share=int(id_counts.max()) / len(ids),
+        ns_per_id=ns_per_id,
     )
 
 
@@ -192,21 +215,20 @@ def _ns_per_id(
 
     The second time counts.
     """
-    pools = isinstance(config, EmbeddingBagConfig)
-    collection: Any = (
-        RecStoreEmbeddingBagCollection if pools else RecStoreEmbeddingCollection
-    )
+    collection: Any = RecStoreEmbeddingCollection
+    if isinstance(config, EmbeddingBagConfig):
+        collection = RecStoreEmbeddingBagCollection
     module = collection([config], optimizer=optimizer)
     times = []
     for features in [*batches, *batches]:
         start = time.perf_counter_ns()
-        out: Any = module(features)
-        rows = (
-            [out.values()]
-            if isinstance(out, KeyedTensor)
-            else [each.values() for each in out.values()]
-        )
-        torch.autograd.backward(rows, [torch.ones_like(each) for each in rows])
+        output: Any = module(features)
+        if isinstance(output, KeyedTensor):
+            rows = [output.values()]
+        else:
+            rows = [feature_rows.values() for feature_rows in output.values()]
+        gradients = [torch.ones_like(tensor) for tensor in rows]
+        torch.autograd.backward(rows, gradients)
         times.append((time.perf_counter_ns() - start) / len(features.values()))
     return statistics.median(times[len(batches) :])
 
@@ -229,31 +251,27 @@ def read_statistics(path: str | os.PathLike[str]) -> dict[str, TableStatistics]:
     path = Path(path)
     if path.is_file():
         return _read_file(path)
-    if (path / METADATA).is_file() or not (
-        inside := sorted(path.glob(f"*/{METADATA}"))
-    ):
-        return {
-            name: TableStatistics(rows=table.rows)
-            for name, table in read_info(path).tables.items()
-        }
-    checkpoints = sorted(
-        (read_info(each.parent) for each in inside), key=lambda info: info.step
-    )
-    found = {}
+    run = sorted(path.glob(f"*/{METADATA}"))
+    if (path / METADATA).is_file() or not run:
+        checkpoints = [read_info(path)]
+    else:
+        checkpoints = [read_info(metadata.parent) for metadata in run]
+        checkpoints.sort(key=lambda info: info.step)
+    tables = {}
     for name, table in checkpoints[-1].tables.items():
-        earlier = [info.tables[name] for info in checkpoints if name in info.tables]
-        earlier = [each for each in earlier if each.steps < table.steps]
-        growth = (
-            (table.rows - earlier[-1].rows) / (table.steps - earlier[-1].steps)
-            if earlier
-            else None
-        )
-        found[name] = TableStatistics(rows=table.rows, rows_per_step=growth)
-    return found
+        growth = None
+        for info in reversed(checkpoints):
+            earlier = info.tables.get(name)
+            if earlier is not None and earlier.steps < table.steps:
+                growth = (table.rows - earlier.rows) / (table.steps - earlier.steps)
+                break
+        tables[name] = TableStatistics(rows=table.rows, rows_per_step=growth)
+    return tables
 
 
 def write_statistics(
-    path: str | os.PathLike[str], tables: Mapping[str, TableStatistics]
+    path: str | os.PathLike[str],
+    tables: Mapping[str, TableStatistics],
 ) -> None:
     """Writes statistics to a JSON file, which :func:`read_statistics` reads.
 
@@ -262,14 +280,12 @@ def write_statistics(
     Raises:
         OSError: The file cannot be written.
     """
-    entries = {
-        name: {k: v for k, v in asdict(table).items() if v is not None}
-        for name, table in tables.items()
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "tables": {name: _measured_fields(table) for name, table in tables.items()},
     }
-    Path(path).write_text(
-        json.dumps({"format": FORMAT, "version": VERSION, "tables": entries}, indent=1)
-        + "\n"
-    )
+    Path(path).write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _read_file(path: Path) -> dict[str, TableStatistics]:
@@ -283,17 +299,18 @@ def _read_file(path: Path) -> dict[str, TableStatistics]:
                 f"it is of version {document['version']}, and this version reads"
                 f" {VERSION}"
             )
-        found = {}
+        tables = {}
         for name, entry in document["tables"].items():
             check_fields(f"table {name!r}", entry, TableStatistics)
-            if (per_feature := entry.get("ids_per_sample")) is not None:
+            per_feature = entry.get("ids_per_sample")
+            if per_feature is not None:
                 if not isinstance(per_feature, list):
                     raise ValueError(
                         f"table {name!r}: ids_per_sample must be a list, got"
                         f" {per_feature!r}"
                     )
                 entry["ids_per_sample"] = tuple(per_feature)
-            found[name] = TableStatistics(**entry)
-        return found
+            tables[name] = TableStatistics(**entry)
+        return tables
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error

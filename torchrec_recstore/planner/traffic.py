@@ -62,9 +62,8 @@ class PlacedTable:
                 f"sharding_type must be one of {', '.join(SHARDING_TYPES)}, got"
                 f" {self.sharding_type!r}"
             )
-        if not self.ranks or (
-            self.sharding_type == "table_wise" and len(self.ranks) != 1
-        ):
+        is_table_wise = self.sharding_type == "table_wise"
+        if not self.ranks or (is_table_wise and len(self.ranks) != 1):
             raise ValueError(
                 f"ranks must be the rank of each shard, got {self.ranks} for"
                 f" {self.sharding_type}"
@@ -81,48 +80,48 @@ class PlacedTable:
             )
 
     def message_bytes(
-        self, collective: Collective, source: int, to: int, batch_size: int
+        self,
+        collective: Collective,
+        source: int,
+        target: int,
+        batch_size: int,
     ) -> float:
         """Returns the bytes of this table that the rank ``source`` sends to the rank
-        ``to`` with a collective.
+        ``target`` with a collective.
 
         ``"splits"`` are not the table's, and have 0 bytes. ``batch_size`` is the number
         of samples of one rank.
         """
         # Inputs go to the ranks with shards, and their results come back; gradients go
         # the way of the inputs.
-        owner = source if collective in OUTPUTS else to
+        owner = source if collective in OUTPUTS else target
         shards = self.ranks.count(owner)
         bags = batch_size * self.features
         if collective == "lengths":
             return shards * bags * _LENGTH_BYTES
-        if collective in OUTPUTS and (collective == "partial sums") != (
-            self.sharding_type == "row_wise"
-        ):
-            return 0.0
+        if collective in OUTPUTS:
+            is_row_wise = self.sharding_type == "row_wise"
+            output = "partial sums" if is_row_wise else "pooled"
+            if collective != output:
+                return 0.0
         if collective in (*OUTPUTS, "gradients"):
-            columns = (
-                self.dim / len(self.ranks)
-                if self.sharding_type == "column_wise"
-                else self.dim
-            )
+            columns: float = self.dim
+            if self.sharding_type == "column_wise":
+                columns = self.dim / len(self.ranks)
             return shards * bags * columns * self.element_bytes
         if collective == "splits" or (collective == "weights" and not self.weighted):
             return 0.0
-        share = 1.0
-        if self.sharding_type == "row_wise":
-            share = (
-                1 / len(self.ranks)
-                if self.row_shares is None
-                else self.row_shares[self.ranks.index(owner)]
-            )
-        return (
-            shards
-            * batch_size
-            * self.ids_per_sample
-            * share
-            * (_ID_BYTES if collective == "ids" else _WEIGHT_BYTES)
-        )
+        element_bytes = _ID_BYTES if collective == "ids" else _WEIGHT_BYTES
+        share = self._row_share(owner)
+        return shards * batch_size * self.ids_per_sample * share * element_bytes
+
+    def _row_share(self, rank: int) -> float:
+        """Returns the share of the ids whose rows are on a rank with a shard."""
+        if self.sharding_type != "row_wise":
+            return 1.0
+        if self.row_shares is None:
+            return 1 / len(self.ranks)
+        return self.row_shares[self.ranks.index(rank)]
 
 
 @dataclass(frozen=True)
@@ -153,20 +152,24 @@ def library_factor(collective: Collective, compute_device: str) -> int:
 
 
 def milliseconds(
-    traffic: RankTraffic, within_host: float, between_hosts: float, compute_device: str
+    traffic: RankTraffic,
+    within_host: float,
+    between_hosts: float,
+    compute_device: str,
 ) -> float:
     """Returns the time of a collective: that of the bytes sent, or of those received if
     it is longer.
 
     ``within_host`` and ``between_hosts`` are bytes per millisecond.
     """
-    return library_factor(traffic.collective, compute_device) * max(
-        (whole - between) / within_host + between / between_hosts
-        for whole, between in (
-            (traffic.sent, traffic.sent_between_hosts),
-            (traffic.received, traffic.received_between_hosts),
-        )
+    sent_within = traffic.sent - traffic.sent_between_hosts
+    sent_ms = sent_within / within_host + traffic.sent_between_hosts / between_hosts
+    received_within = traffic.received - traffic.received_between_hosts
+    received_ms = (
+        received_within / within_host + traffic.received_between_hosts / between_hosts
     )
+    factor = library_factor(traffic.collective, compute_device)
+    return factor * max(sent_ms, received_ms)
 
 
 def rank_traffic(
@@ -191,7 +194,7 @@ def rank_traffic(
     all ranks.
     """
     for table in tables:
-        if not all(0 <= each < ranks for each in (rank, *table.ranks)):
+        if not all(0 <= number < ranks for number in (rank, *table.ranks)):
             raise ValueError(
                 f"ranks must be from 0 to {ranks - 1}, got rank {rank} and shards on"
                 f" {table.ranks}"
@@ -201,27 +204,39 @@ def rank_traffic(
                 f"a row_wise table must be on all {ranks} ranks in their order, got"
                 f" {table.ranks}"
             )
-    on_host = ranks if ranks_per_host is None else ranks_per_host
+    if ranks_per_host is None:
+        ranks_per_host = ranks
     # A collection exchanges, for each sharding type, the size of each of its inputs and
     # the batch size.
-    inputs = 3 + any(table.weighted for table in tables)
-    splits = float(
-        len({table.sharding_type for table in tables}) * inputs * _SPLIT_BYTES
-    )
-    found = []
+    inputs = 4 if any(table.weighted for table in tables) else 3
+    sharding_types = {table.sharding_type for table in tables}
+    splits_bytes = float(len(sharding_types) * inputs * _SPLIT_BYTES)
+    traffic = []
     for name in COLLECTIVES:
-        totals = [0.0, 0.0, 0.0, 0.0]
-        for other in range(ranks):
-            if other == rank:
+        sent = 0.0
+        received = 0.0
+        sent_between_hosts = 0.0
+        received_between_hosts = 0.0
+        for peer in range(ranks):
+            if peer == rank:
                 continue
-            sent = received = splits if name == "splits" else 0.0
+            sent_to_peer = splits_bytes if name == "splits" else 0.0
+            received_from_peer = sent_to_peer
             for table in tables:
-                sent += table.message_bytes(name, rank, other, batch_size)
-                received += table.message_bytes(name, other, rank, batch_size)
-            crosses = other // on_host != rank // on_host
-            for at, size in enumerate(
-                (sent, received, sent * crosses, received * crosses)
-            ):
-                totals[at] += size
-        found.append(RankTraffic(name, *totals))
-    return found
+                sent_to_peer += table.message_bytes(name, rank, peer, batch_size)
+                received_from_peer += table.message_bytes(name, peer, rank, batch_size)
+            sent += sent_to_peer
+            received += received_from_peer
+            if peer // ranks_per_host != rank // ranks_per_host:
+                sent_between_hosts += sent_to_peer
+                received_between_hosts += received_from_peer
+        traffic.append(
+            RankTraffic(
+                collective=name,
+                sent=sent,
+                received=received,
+                sent_between_hosts=sent_between_hosts,
+                received_between_hosts=received_between_hosts,
+            )
+        )
+    return traffic
