@@ -1,5 +1,4 @@
-"""Saves and loads models with RecStore tables, and converts their rows from and to
-other formats.
+"""Saves and loads models with RecStore tables, and converts rows to other formats.
 
 Names are imported when they are first used, so that code that only inspects checkpoints
 does not need TorchRec.

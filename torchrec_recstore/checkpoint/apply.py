@@ -1,5 +1,4 @@
-"""Applies a delta of another trainer to a model that trains: writes and removes rows in
-place.
+"""Applies a delta of another trainer to a model that trains, in place.
 
 Tests: tests/checkpoint/test_apply_delta.py.
 """
@@ -45,8 +44,7 @@ def apply_delta(
     *,
     strict: bool = True,
 ) -> CheckpointInfo:
-    """Writes the rows of another trainer's delta into the tables of a model, which goes
-    on training.
+    """Writes the rows of another trainer's delta into a model, which goes on training.
 
     Collective.
 
@@ -167,8 +165,9 @@ class _Change:
         return torch.cat([no_ids, *(part.ids for part in self.parts)])
 
     def check_room(self) -> None:
-        """Raises ValueError if the table has neither eviction nor a cold store, and no
-        room for the new rows.
+        """Refuses new rows if the table has no room for them, and cannot make room.
+
+        A table with eviction or a cold store makes room.
         """
         table = self.shard.table
         options = table.options
@@ -199,8 +198,9 @@ class _Change:
             table.write(part)
 
     def _leaving(self, written: Tensor) -> Tensor:
-        """Returns the removed ids that are not written again: an id can have left and
-        come back.
+        """Returns the removed ids that are not written again.
+
+        An id can have left and come back.
         """
         return self.removed[~among(self.removed, written.sort().values)]
 
@@ -369,8 +369,7 @@ def moved_last_steps(
     saved: TableState,
     current: TableState,
 ) -> Tensor:
-    """Returns the last steps of rows, (N,) int64, by another table's clock, as steps of
-    this table's clock.
+    """Returns the last steps of rows, moved from another table's clock to this one's.
 
     A row keeps its age in steps, but is never older than ``current.steps``. If rows of
     both tables expire after a time, the row is younger where it would otherwise expire
@@ -398,8 +397,9 @@ def moved_last_steps(
 
 
 def _ticks(times: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Returns the steps and the times of the ticks of a state: (T,) int64 each,
-    ascending.
+    """Returns the steps and the times of a state's ticks, both (T,) int64.
+
+    They are in ascending order.
     """
     pairs = torch.tensor(times[_TIMES_HEADER:], dtype=torch.int64).view(-1, 2)
     return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()

@@ -27,8 +27,7 @@ _reporter: threading.Thread | None = None
 
 
 def is_saving() -> bool:
-    """Returns whether this process writes a checkpoint of
-    :func:`torchrec_recstore.async_save`.
+    """Returns whether this process writes a checkpoint of ``async_save``.
 
     Tables have snapshots meanwhile.
     """
@@ -45,8 +44,9 @@ def raise_unreported() -> None:
 
 
 class AsyncSave:
-    """A checkpoint that is being written while training continues; see
-    :func:`torchrec_recstore.async_save`.
+    """A checkpoint that is being written while training continues.
+
+    See :func:`torchrec_recstore.async_save`.
     """
 
     def __init__(self, path: Path, write: Callable[[], CheckpointInfo]) -> None:
@@ -72,8 +72,7 @@ class AsyncSave:
         return not self._thread.is_alive()
 
     def wait(self) -> CheckpointInfo:
-        """Waits until the checkpoint is complete on every rank, and returns its
-        metadata.
+        """Waits until all ranks have written the checkpoint; returns its metadata.
 
         Raises:
             OSError, RuntimeError: The checkpoint could not be written. Its path is as
@@ -99,8 +98,9 @@ class AsyncSave:
             self._error = error
 
     def unreported_error(self) -> BaseException | None:
-        """Returns the error of a save that has ended without :meth:`wait`, with a note
-        that names the save.
+        """Returns the error of a save that has ended without :meth:`wait`.
+
+        A note in the error names the save.
         """
         if self._error is not None:
             note = (
@@ -112,9 +112,7 @@ class AsyncSave:
 
 
 def _start_reporter() -> None:
-    """Starts the thread that reports failed saves at the end of the program, unless it
-    runs.
-    """
+    """Starts the thread that reports failed saves at the end, unless it runs."""
     global _reporter
     if _reporter is None or not _reporter.is_alive():
         _reporter = threading.Thread(
@@ -126,8 +124,7 @@ def _start_reporter() -> None:
 
 
 def _report_at_end() -> None:
-    """Waits until the main thread has ended and all checkpoints are written, and
-    reports those that have failed.
+    """Reports the failed saves after the main thread has ended.
 
     An exit function would be too late in a process that multiprocessing has forked: it
     waits for threads, but does not call the functions of atexit.

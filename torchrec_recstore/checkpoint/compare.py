@@ -29,8 +29,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Difference:
-    """The differences between two tables in numbers of rows, or between the dense parts
-    in numbers of tensors.
+    """The differences between two tables, or between two dense parts.
+
+    The numbers are those of rows, and of the tensors of the dense parts.
     """
 
     both: int = 0
@@ -52,8 +53,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """The differences between two checkpoints: of each table by name, of the other
-    tensors, of the training state.
+    """The differences between two checkpoints.
+
+    They are those of each table by name, of the other tensors, and of the training
+    state.
     """
 
     tables: Mapping[str, Difference]
@@ -134,9 +137,7 @@ def _compare_tables(
 
 
 def _ids(parts: Sequence[Part]) -> Tensor:
-    """Returns the ids of a window of rows, of which there is no part after the last
-    row.
-    """
+    """Returns the ids of a window of rows, which has no part after the last row."""
     return parts[0].ids if parts else torch.empty(0, dtype=torch.int64)
 
 
@@ -239,8 +240,9 @@ def _dense_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
 
 
 def _changes(first: Tensor, second: Tensor) -> tuple[Tensor, float]:
-    """Returns which of N rows, (N,) or (N, columns), differ in any bit, (N,) bool, and
-    the largest change or NaN.
+    """Returns which of N rows differ in any bit, (N,) bool, and the largest change.
+
+    The rows are (N,) or (N, columns). The largest change can be NaN.
     """
     if first.dtype == second.dtype:
         bits = _BITS[first.element_size()]

@@ -72,8 +72,9 @@ class Destination(AbstractContextManager["Destination"]):
         return self._staging
 
     def stage(self) -> Path:
-        """Creates the directory for the files, and removes the directories of dead
-        processes.
+        """Creates the directory for the files.
+
+        The directories of dead processes are removed.
         """
         for leftover in leftovers(self.path):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -117,9 +118,7 @@ class Destination(AbstractContextManager["Destination"]):
             raise
 
     def close(self) -> None:
-        """Deletes the unpublished directory or the replaced checkpoint, and releases
-        the locks.
-        """
+        """Deletes the unpublished or replaced directory, and releases the locks."""
         with self._locks:
             if self._staging is not None:
                 remove(self._staging)  # A save that was replaced may have been a link.
@@ -156,9 +155,7 @@ class Destination(AbstractContextManager["Destination"]):
 
 
 class _Metadata(NamedTuple):
-    """The part of a checkpoint's metadata that is the same in every version of the
-    format.
-    """
+    """The part of the metadata that is the same in every version of the format."""
 
     checksum: str
     files: frozenset[str]
@@ -167,8 +164,9 @@ class _Metadata(NamedTuple):
 
 
 def _check_own_files(directory: Path, path: Path) -> None:
-    """Refuses to replace a checkpoint, now in ``directory``, with files that do not
-    belong to it.
+    """Refuses to replace a checkpoint with files that do not belong to it.
+
+    It is in ``directory`` now, and was at ``path``.
     """
     names = set(os.listdir(directory))
     if not names:
@@ -195,9 +193,7 @@ def _check_own_files(directory: Path, path: Path) -> None:
 
 
 def _check_unchanged(chain: Sequence[CheckpointInfo]) -> None:
-    """Refuses to use checkpoints if one of them has been replaced or deleted since its
-    metadata was read.
-    """
+    """Refuses checkpoints that were replaced or deleted since they were read."""
     for info in chain:
         metadata = _metadata(info.path)
         if metadata is None or metadata.checksum != info.checksum:
@@ -208,9 +204,7 @@ def _check_unchanged(chain: Sequence[CheckpointInfo]) -> None:
 
 
 def _needs(delta: Path, path: Path, checksum: str) -> bool:
-    """Returns whether ``delta`` is a delta of the checkpoint at ``path``, or a delta of
-    a delta of it.
-    """
+    """Returns whether ``delta`` is a delta of a checkpoint, or of a delta of it."""
     base_paths: set[str] = set()
     metadata = _metadata(delta)
     while metadata is not None and metadata.base is not None:
@@ -225,9 +219,7 @@ def _needs(delta: Path, path: Path, checksum: str) -> bool:
 
 
 def _metadata(path: Path) -> _Metadata | None:
-    """Reads the metadata of a checkpoint; None if there is no checkpoint or its
-    metadata cannot be read.
-    """
+    """Reads the metadata of a checkpoint; None if it cannot be read."""
     try:
         path = path.resolve()
         document = json.loads((path / METADATA).read_bytes())

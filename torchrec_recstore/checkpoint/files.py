@@ -1,6 +1,4 @@
-"""Locks paths, writes files completely or not at all, and checks files when they are
-read.
-"""
+"""Locks paths, writes files completely or not at all, and checks files."""
 
 from __future__ import annotations
 
@@ -36,8 +34,9 @@ _held: WeakSet[FileLock] = WeakSet()
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the path to an error of the system that names no file, such as that of a
-    full disk.
+    """Adds the path to an error of the system that names no file.
+
+    The error of a full disk is such an error.
 
     Args:
         path: The file or directory that the block writes or reads.
@@ -58,8 +57,9 @@ class CheckpointError(ValueError):
 
 
 class FileLock(AbstractContextManager["FileLock"]):
-    """A lock of a file that one process holds, or several share if all set ``shared``;
-    also a context manager.
+    """A lock of a file, which one process holds, or several if all share it.
+
+    It is also a context manager.
 
     The lock is an ``flock``. The operating system releases it when the process ends for
     any reason, and a forked process does not inherit it. On NFS it works between hosts,
@@ -155,8 +155,9 @@ class FileLock(AbstractContextManager["FileLock"]):
                     os.close(descriptor)
 
     def _add_record(self, descriptor: int) -> None:
-        """Writes the name of this process into the locked file; after an error, the
-        file is deleted if nobody else needs it.
+        """Writes the name of this process into the locked file.
+
+        After an error, the file is deleted if nobody else needs it.
         """
         records = _records(self._file) if self._shared else []
         records.append(self._record)
@@ -180,8 +181,9 @@ def lock_file(path: Path) -> Path:
 
 
 def path_lock(path: Path, needed_by: Path | None = None) -> FileLock:
-    """Takes the lock of a process that writes to ``path``, or shares it to write a
-    delta of it to ``needed_by``.
+    """Takes the lock of a process that writes to ``path``.
+
+    With ``needed_by``, the lock is shared, to write a delta of ``path`` there.
     """
     if needed_by is None:
         return FileLock(
@@ -243,8 +245,9 @@ class _Record:
 
 
 def _records(file: Path) -> list[_Record]:
-    """Returns the holders, without one that took a shared lock at the moment when
-    another one released it.
+    """Returns the holders of a lock.
+
+    A process that took a shared lock while another one released it can be missing.
     """
     try:
         return [_Record(**json.loads(line)) for line in file.read_bytes().splitlines()]
@@ -253,9 +256,7 @@ def _records(file: Path) -> list[_Record]:
 
 
 def _newest_holder(file: Path) -> _Record | None:
-    """Returns the process that took the lock last and may be alive; None if there is
-    none in the file.
-    """
+    """Returns the process that took the lock last and may be alive, if there is one."""
     for record in reversed(_records(file)):
         if record.may_be_alive():
             return record
@@ -269,8 +270,9 @@ def _write_records(descriptor: int, records: Sequence[_Record]) -> None:
 
 
 def _forget_all() -> None:
-    """Closes the files in a forked process, which does not unlock them: the parent
-    process still holds the locks.
+    """Closes the files in a forked process, without unlocking them.
+
+    The parent process still holds the locks.
     """
     for lock in list(_held):
         assert lock._descriptor is not None
@@ -293,8 +295,9 @@ def is_staging(path: Path) -> bool:
 
 
 def leftovers(path: Path) -> Iterator[Path]:
-    """Yields what unfinished writes to ``path``, whose lock the caller holds, have
-    left: their processes are dead.
+    """Yields the files that dead processes have left beside ``path``.
+
+    The caller holds the lock of ``path``, so that no living process writes to it.
     """
     for entry in path.parent.iterdir():
         if (
@@ -307,8 +310,9 @@ def leftovers(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """The size of a file in bytes and its XXH3 checksum, in the hexadecimal form that
-    ``xxhsum -H2`` prints.
+    """The size of a file in bytes and its XXH3 checksum.
+
+    The checksum has the hexadecimal form that ``xxhsum -H2`` prints.
     """
 
     bytes: int
@@ -316,8 +320,9 @@ class FileInfo:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
-    """Writes a safetensors file of tensors that share no memory, syncs it, and returns
-    its size and checksum.
+    """Writes and syncs a safetensors file, and returns its size and checksum.
+
+    The tensors share no memory.
     """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
@@ -337,8 +342,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
 def file_info(
     path: Path, on_bytes: Callable[[int], object] = lambda count: None
 ) -> FileInfo:
-    """Reads a file, calls ``on_bytes`` with the size of each block, and returns the
-    file's size and checksum.
+    """Reads a file, and returns its size and checksum.
+
+    ``on_bytes`` is called with the size of each block.
     """
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK))
@@ -412,9 +418,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory and its parents if they do not exist, and syncs the new
-    entries to the disk.
-    """
+    """Creates a directory and its parents, and syncs the new entries to the disk."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -432,9 +436,7 @@ def make_directory(path: Path) -> None:
 
 
 def check_path(path: Path) -> None:
-    """Refuses the path of a file if it is a directory, or its parent is not a
-    directory.
-    """
+    """Refuses the path of a file if it is a directory, or if its parent is none."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory")
     if not path.parent.is_dir():
@@ -443,8 +445,7 @@ def check_path(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, keeps_mode: bool = False) -> Iterator[Path]:
-    """Yields the path of an empty file for the body to write, and then renames that
-    file to ``path``.
+    """Yields the path of an empty file for the body to write, and then renames it.
 
     ``path`` is locked meanwhile, and after an error it is as it was. Raises
     BlockingIOError if it is locked already. With ``keeps_mode``, the file has the mode

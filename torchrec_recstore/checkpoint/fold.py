@@ -1,5 +1,6 @@
-"""Folds a chain of checkpoints: reads its newest rows, one window of ids after the
-other, and compacts the chain.
+"""Reads the newest rows of a chain of checkpoints, and folds the chain.
+
+The rows are read one window of ids after the other.
 
 All functions raise ``CheckpointError`` if a file is missing or damaged, or does not
 agree with the metadata.
@@ -53,9 +54,7 @@ def check_files(
 
 
 def common_columns(name: str, checkpoints: Iterable[CheckpointInfo]) -> list[range]:
-    """Returns the widest ranges of columns such that no column shard of the table
-    begins or ends within a range.
-    """
+    """Returns the widest ranges of columns that no column shard of a table divides."""
     edges: set[int] = set()
     for info in checkpoints:
         if name in info.tables:
@@ -108,16 +107,19 @@ class FoldedTable:
         self._check_end()
 
     def bound(self) -> int | None:
-        """Returns an id such that the rows up to it fill about one window; None if no
-        rows are left.
+        """Returns an id up to which the rows fill about one window.
+
+        The result is None if no rows are left.
         """
         window_rows = _WINDOW_BYTES // self._row_bytes
         run_rows = max(_LEAST_ROWS, window_rows // max(1, len(self._runs)))
         return min((run.bound(run_rows) for run in self._runs), default=None)
 
     def take(self, bound: int) -> list[Part]:
-        """Reads the rows up to an id that :meth:`bound` allows: a part for each range
-        of columns, [] at the end.
+        """Reads the rows up to a bound: a part for each range of columns.
+
+        The bound is an id that :meth:`bound` allows. After the last row, the list is
+        empty.
         """
         if not self._runs:
             return []
@@ -148,9 +150,7 @@ class FoldedTable:
         return window
 
     def _as_newest(self, part: Part, level: int) -> Part:
-        """Returns a part of a checkpoint of the chain with the data type and the
-        frequencies of the last one.
-        """
+        """Returns a part with the data type and frequencies of the last checkpoint."""
         saved_options = self._chain[level].tables[self._name].options
         options = self._chain[-1].tables[self._name].options
         return part.with_frequencies_of(saved_options, options).stored_as(self._dtype)
@@ -186,8 +186,9 @@ def together(
     first: FoldedTable,
     second: FoldedTable,
 ) -> Iterator[tuple[list[Part], list[Part]]]:
-    """Yields windows of two tables with the same range of ids; an empty list after the
-    last row of a table.
+    """Yields windows of two tables with the same range of ids.
+
+    A window is an empty list after the last row of a table.
     """
     while True:
         first_bound = first.bound()
@@ -268,8 +269,9 @@ def check_rows(
     name: str,
     loaded_rows: int | None,
 ) -> None:
-    """Compares the number of rows that the shards of the first column hold with the
-    metadata.
+    """Compares the number of loaded rows with the metadata.
+
+    The rows are those of the shards of the first column.
 
     A missing part, or one with ids of another part, changes the number. All ids are
     then read again to find that id.
@@ -292,8 +294,9 @@ def check_rows(
 
 
 def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
-    """Folds a delta and its bases into one full checkpoint, which loads to the same
-    bits, and returns its metadata.
+    """Folds a delta and its bases into one full checkpoint; returns its metadata.
+
+    The full checkpoint loads to the same bits.
 
     The function needs no model, no process group and no memory for a table. The
     checkpoints of the chain are not changed. A model that has saved or loaded the chain
@@ -323,9 +326,7 @@ def folding(
     path: str | Path,
     output: str | Path,
 ) -> Iterator[tuple[list[CheckpointInfo], Destination]]:
-    """Yields the chain of ``path``, locked against changes, and the destination at
-    ``output``.
-    """
+    """Yields the chain of ``path``, locked, and the destination at ``output``."""
     if os.path.lexists(output):
         raise FileExistsError(f"{output} exists already: name a path that does not")
     chain = read_chain(path)
@@ -391,9 +392,7 @@ def _compact_table(
 
 
 def _resized(folded: FoldedTable, size: int) -> Iterator[list[Part]]:
-    """Yields the rows in windows of ``size`` rows, so that the parts are those of a
-    save by one rank.
-    """
+    """Yields the rows in windows of ``size`` rows, as a save by one rank has them."""
     windows: list[list[Part]] = []
     count = 0
     for window in folded:

@@ -59,8 +59,7 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True)
 class PartInfo:
-    """A file that holds ids of one shard in ascending order, with their rows or
-    without.
+    """A file with ids of one shard in ascending order, with or without their rows.
 
     Args:
         file: The file's name.
@@ -80,9 +79,7 @@ class PartInfo:
 
     @property
     def block(self) -> tuple[int, int, int]:
-        """A key that is equal for the parts of different column shards that hold the
-        same rows.
-        """
+        """A key that the parts of all column shards with the same rows share."""
         return self.first_id, self.last_id, self.rows
 
 
@@ -132,8 +129,7 @@ class TableInfo:
 
 @dataclass(frozen=True)
 class DeltaOf:
-    """A reference from a delta to its base, the checkpoint that is loaded before the
-    delta.
+    """A reference from a delta to its base, which is loaded before the delta.
 
     Args:
         path: The path of the base, relative to the delta's parent directory.
@@ -185,8 +181,9 @@ class CheckpointInfo:
 
 
 def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
-    """Writes ``metadata.json`` with a state that :func:`encode` has returned, syncs it,
-    and returns its checksum.
+    """Writes and syncs ``metadata.json``, and returns its checksum.
+
+    ``training_state`` is a state that :func:`encode` has returned.
     """
     tables = {}
     for name, table in sorted(info.tables.items()):
@@ -257,9 +254,7 @@ def read_info(path: str | Path) -> CheckpointInfo:
 
 
 def _checksum(text: bytes) -> str | None:
-    """Returns the checksum at the end of the metadata; None if there is none, or if it
-    does not fit.
-    """
+    """Returns the checksum at the end of the metadata; None if it does not fit."""
     saved = _CHECKSUM.search(text)
     if saved is None:
         return None
@@ -298,8 +293,7 @@ def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo
 
 
 def read_chain(path: str | Path) -> list[CheckpointInfo]:
-    """Reads the metadata of a full checkpoint, of the deltas of it, and of the
-    checkpoint at ``path``, in this order.
+    """Reads the metadata of a full checkpoint and of its deltas up to ``path``.
 
     Raises FileNotFoundError if a base is missing, CheckpointError if it was replaced,
     and those of :func:`read_info`.
@@ -478,9 +472,7 @@ def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> Non
 
 
 def _check_columns(table_name: str, table: TableInfo) -> None:
-    """Refuses column shards that do not cover the columns of the table one after the
-    other.
-    """
+    """Refuses column shards that do not cover all columns one after the other."""
     next_column = 0
     is_covered = bool(table.columns)
     for begin, end in table.columns:
@@ -498,8 +490,9 @@ def _check_parts(
     shard_columns: Sequence[tuple[int, int]],
     world_size: int,
 ) -> None:
-    """Refuses parts of a shard that the table does not have, and parts of one shard
-    with ids in the same range.
+    """Refuses parts of unknown shards, and two parts with ids in the same range.
+
+    The two parts are of the same shard.
     """
     for part in parts:
         if part.columns not in shard_columns or not 0 <= part.rank < world_size:

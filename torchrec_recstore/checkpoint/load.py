@@ -1,5 +1,6 @@
-"""Loads a checkpoint: reads its rows into new tables, which replace the model's when
-every rank has succeeded.
+"""Loads a checkpoint into new tables, which then replace those of the model.
+
+They replace them when every rank has succeeded.
 """
 
 from __future__ import annotations
@@ -55,8 +56,7 @@ def load_checkpoint(
     rows: Mapping[str, RowFunction] | None = None,
     progress: Progress | None = None,
 ) -> CheckpointInfo:
-    """Loads a checkpoint that ``save_checkpoint`` wrote, at any world size and with any
-    sharding plan.
+    """Loads a checkpoint of ``save_checkpoint``, at any world size and with any plan.
 
     Collective.
 
@@ -189,9 +189,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _LoadedShard:
-    """A shard of the model, and a table with the rows of the checkpoint that replace
-    its rows.
-    """
+    """A shard of the model, and a table with the rows that replace its rows."""
 
     name: str  # of the table in the checkpoint
     shard: LocalShard
@@ -246,8 +244,9 @@ def _mark(
     chain: Sequence[CheckpointInfo],
     warm: WarmStart,
 ) -> None:
-    """Marks the moment of the load for deltas of the checkpoint, if the table holds
-    what the checkpoint has.
+    """Marks the moment of the load, so that deltas of the checkpoint can be saved.
+
+    A table is not marked if it does not hold what the checkpoint has.
     """
     info = chain[-1]
     state = table.module.recstore_state

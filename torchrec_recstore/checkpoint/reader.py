@@ -1,5 +1,4 @@
-"""Reads the files of a table of a checkpoint, and reads a chain of checkpoints into
-shards.
+"""Reads the files of a table, and reads a chain of checkpoints into shards.
 
 All functions raise ``CheckpointError`` if a file is missing or damaged, or does not
 agree with the metadata.
@@ -30,8 +29,9 @@ _T = TypeVar("_T")
 
 
 class Block:
-    """The files of a checkpoint that hold the same rows: the part of each column shard,
-    in the order of the columns.
+    """The files of a checkpoint that hold the same rows.
+
+    They are the part of each column shard, in the order of the columns.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Block:
         self.rows = parts[0].rows
 
     def ids(self, columns: range) -> Tensor:
-        """Returns the ids, (N,) int64, of the first file that holds some of the
-        columns, without any check.
+        """Returns the ids, (N,) int64, without any check.
+
+        They are read from the first file that holds some of the columns.
         """
         part = self._covering(columns)[0]
         ids: Tensor = _opened(self._info.path / part.file).get_tensor("ids")
         return ids
 
     def open(self, columns: range, *, verify: bool) -> Tensor:
-        """Opens and checks the files that hold some of the columns, and returns the ids
-        of their rows.
+        """Opens and checks the files with the columns, and returns their ids.
 
         Without ``verify``, the files must have been compared with their checksums
         before.
@@ -82,8 +82,9 @@ class Block:
         *,
         states: bool = True,
     ) -> Part:
-        """Returns some of the rows after :meth:`open`, mapped from the files where
-        nothing must be cut or joined.
+        """Returns some of the rows, after :meth:`open`.
+
+        They are mapped from the files where nothing must be cut or joined.
 
         Without ``states``, the part does not have the states of the optimizer.
         """
@@ -104,8 +105,9 @@ class Block:
 
 
 def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
-    """Returns the blocks of a table for each rank that wrote some, rank by rank, in
-    ascending order of the ids.
+    """Returns the blocks of a table for each rank that wrote some.
+
+    The ids of a rank's blocks ascend.
     """
     table = info.tables[name]
     parts_by_block: dict[tuple[int, int, int], list[PartInfo]] = defaultdict(list)
@@ -132,9 +134,7 @@ def listed_ids(info: CheckpointInfo, part: PartInfo, *, verify: bool) -> Tensor:
 
 
 def saved_state(info: CheckpointInfo, name: str) -> TableState:
-    """Returns the state of a whole table: its clocks, and what the admission of all its
-    shards has counted.
-    """
+    """Returns the state of a whole table: its clocks, and the counts of admission."""
     table = info.tables[name]
     states = [TableState(table.steps, table.optimizer_steps, table.times)]
     for file in table.sightings:
@@ -164,9 +164,7 @@ def _checked(
     *,
     verify: bool,
 ) -> tuple[Any, Tensor]:
-    """Opens a file, compares its ids with the metadata, and returns the file and the
-    ids.
-    """
+    """Opens a file, checks its ids, and returns the file and the ids."""
     path = info.path / part.file
     if verify:
         check_file(path, info.files[part.file])
@@ -215,8 +213,9 @@ def check_fits(
     *,
     hints: bool = True,
 ) -> None:
-    """Raises ValueError if a saved table has another dim or other optimizer states than
-    the table of ``owner``.
+    """Refuses a saved table whose dim or optimizer states do not fit.
+
+    They are compared with those of the table of ``owner``.
 
     ``optimizer`` is None if the states are not loaded. ``hints`` tells whether the
     messages name the arguments of a load that would help.
@@ -260,8 +259,7 @@ def load_rows(
     without_state: RowsWithoutState | None = None,
     expected_rows: int = 0,
 ) -> None:
-    """Reads the rows and columns of an empty shard from a full checkpoint and its
-    deltas, part by part.
+    """Reads the rows of an empty shard from a full checkpoint and its deltas.
 
     Rows of another data type are converted: exactly to float32, otherwise rounded to
     nearest. ``on_rows`` gets the number of rows of each part, those of other shards
@@ -301,9 +299,7 @@ def _parts_of(
     *,
     states: bool,
 ) -> Iterator[tuple[int, Part | None]]:
-    """Yields for each block its number of rows, and the rows of the block that belong
-    to the shard.
-    """
+    """Yields the number of rows of each block, and the rows of the shard in it."""
     for rank_blocks in blocks_by_rank(info, name):
         for block in rank_blocks:
             # The ids are not checked yet. The shard that owns a damaged id reads the
@@ -345,8 +341,9 @@ def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> Non
 
 
 def held_rows(table: Table) -> int | None:
-    """Returns the number of rows of a shard after :func:`load_rows`; None if the shard
-    had no room for some of them.
+    """Returns the number of rows of a shard after :func:`load_rows`.
+
+    The result is None if the shard had no room for some of them.
     """
     if table.stats().evicted and table.options.cold_store is None:
         return None

@@ -1,5 +1,6 @@
-"""Looks at the rows of a table or of a checkpoint: the hottest, the longest, the most
-changed, and the nearest ones.
+"""Finds the hottest, longest, most changed and nearest rows of tables.
+
+The tables are in this process or in checkpoints.
 
 A look needs memory for one block of rows, and for one float32 of each row for the
 quantiles.
@@ -204,8 +205,9 @@ def nearest(
     count: int = 10,
     metric: Metric = "cosine",
 ) -> tuple[Tensor, Tensor]:
-    """Returns the rows of a table that are nearest to ``row``, (dim,) float32, without
-    that of ``but``, as above.
+    """Returns the rows of a table that are nearest to ``row``, (dim,) float32.
+
+    The id ``but`` is left out. See :func:`neighbours`.
     """
     _check_arguments("metric", metric, Metric, count)
     return _nearest(_OfTable(table), row, but, metric, count, lambda rows: None)
@@ -248,8 +250,9 @@ def _nearest(
 
 
 def descending(keys: Tensor, ids: Tensor) -> Tensor:
-    """Returns the positions by ``keys`` in descending order, and by ``ids`` in
-    ascending order where keys are equal.
+    """Returns the positions of keys in descending order.
+
+    Equal keys are in ascending order of ``ids``.
     """
     by_id = ids.argsort()
     return by_id[keys[by_id].argsort(descending=True, stable=True)]
@@ -332,8 +335,9 @@ class _Earlier:
         self._earlier = earlier
 
     def blocks(self) -> Iterator[tuple[Part, Tensor]]:
-        """Yields the rows of the later checkpoint, and the L2 norm of each row's
-        change, which is NaN for new rows.
+        """Yields the rows of the later checkpoint, and the L2 norm of their changes.
+
+        The change of a new row is NaN.
         """
         columns = range(self._later.dim)
         later_table = FoldedTable(self._later.chain, self._later.table)

@@ -1,6 +1,4 @@
-"""Saves a model: writes a snapshot of one moment in parts, and renames the checkpoint
-when it is complete.
-"""
+"""Saves a model: writes a snapshot in parts, and then renames the checkpoint."""
 
 from __future__ import annotations
 
@@ -125,8 +123,7 @@ def async_save(
     training_state: Any = None,
     progress: Progress | None = None,
 ) -> AsyncSave:
-    """Takes a snapshot of the model, returns, and writes the checkpoint while training
-    continues.
+    """Takes a snapshot of the model, and writes it while training continues.
 
     Collective.
 
@@ -229,8 +226,9 @@ class _Save:
         marks: Sequence[int] | None,
         undo: ExitStack,
     ) -> None:
-        """Takes a snapshot of each shard of a table, of the rows that have changed
-        since the shard's mark.
+        """Takes a snapshot of each shard of a table.
+
+        With marks, it has the rows that have changed since the shard's mark.
         """
         # Where rows are kept, and whether this model trains them, are no properties of
         # the rows.
@@ -252,8 +250,9 @@ class _Save:
         self,
         chain: Sequence[CheckpointInfo],
     ) -> Mapping[str, Sequence[int]] | None:
-        """Returns for each table the change marks of its shards that the base of a
-        delta has set; None without base.
+        """Returns the change marks that the base of a delta has set in each table.
+
+        They are those of the table's shards. The result is None without base.
         """
         if not chain:
             return None
@@ -281,8 +280,9 @@ class _Save:
         return marks
 
     def _choose_removals(self, env: ShardingEnv) -> None:
-        """Lets each table of a delta list the ids that left or the ids that stay,
-        whichever are fewer.
+        """Lets each table of a delta list the ids that left, or those that stay.
+
+        The fewer ones are listed.
         """
         if self._delta_of is None:
             return
@@ -309,9 +309,7 @@ class _Save:
                         shard.listed = shard.table.ids()
 
     def write(self) -> CheckpointInfo:
-        """Writes the checkpoint, keeps its change marks for a later delta, and returns
-        its metadata.
-        """
+        """Writes the checkpoint, and keeps its change marks for a later delta."""
         with self.snapshots:
             info = self._write()
         for table in self._tables:

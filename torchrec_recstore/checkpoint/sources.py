@@ -1,5 +1,4 @@
-"""The tables of a model that a checkpoint is loaded into, and their names in the
-checkpoint.
+"""The tables of a model that are loaded, and their names in the checkpoint.
 
 Tests: tests/checkpoint/test_warm_start.py, tests/checkpoint/test_apply_delta.py.
 """
@@ -21,9 +20,7 @@ from torchrec_recstore.sharders.model_tables import (
 
 @dataclass(frozen=True)
 class Source:
-    """A table of the model, and the name of the table in the checkpoint that is loaded
-    into it.
-    """
+    """A table of the model, and the name of the table that is loaded into it."""
 
     table: ModelTable | EagerModelTable
     name: str
@@ -118,8 +115,7 @@ def check_sources(
     *,
     hints: bool = True,
 ) -> None:
-    """Refuses tables with another dim or other optimizer states in one of the
-    checkpoints.
+    """Refuses tables with another dim or other optimizer states in a checkpoint.
 
     See ``check_fits``.
     """

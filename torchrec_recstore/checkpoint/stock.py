@@ -1,5 +1,6 @@
-"""Converts RecStore tables to and from dense tensors and TorchRec's own tables, in
-which row i is id i.
+"""Converts RecStore tables to and from dense tensors and TorchRec's own tables.
+
+Row i is id i.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Tensor:
-    """Returns the rows of the ids below ``num_rows``, (num_rows, dim) float32, zeros
-    without a row.
+    """Returns the rows of the ids below ``num_rows``, (num_rows, dim) float32.
+
+    An id without a row has zeros.
 
     Collective.
 
@@ -115,8 +117,9 @@ def stock_state_dict(
     *,
     leave_out: bool = False,
 ) -> dict[str, Any]:
-    """Returns the ``state_dict`` of the unsharded model with TorchRec's own tables, on
-    every rank.
+    """Returns the ``state_dict`` of the unsharded model with TorchRec's own tables.
+
+    Every rank has all of it.
 
     Collective.
 
@@ -159,8 +162,9 @@ def stock_optimizer_state_dict(
     *,
     leave_out: bool = False,
 ) -> dict[str, Any]:
-    """Returns ``fused_optimizer.state_dict()`` of TorchRec's own tables in plain
-    tensors, on every rank.
+    """Returns ``fused_optimizer.state_dict()`` of TorchRec's tables in plain tensors.
+
+    Every rank has all of it.
 
     Collective.
 
@@ -341,8 +345,9 @@ def _local_parts(value: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
 
 
 def to_plain(key: str, value: Any) -> Tensor:
-    """Returns a plain tensor for a sharded one, or raises a ValueError that names
-    ``key`` if another process holds a part.
+    """Returns a plain tensor for a sharded one.
+
+    Raises a ValueError that names ``key`` if another process holds a part.
     """
     if not _is_sharded(value):
         return value.detach()  # type: ignore[no-any-return]
@@ -394,8 +399,9 @@ def fill(value: Any, plain: Tensor) -> None:
 
 
 def _filled(value: Any) -> tuple[Tensor, int]:
-    """Returns a plain tensor with this rank's parts and zeros, and the number of its
-    cells on this rank.
+    """Returns a plain tensor with this rank's parts, and the number of their cells.
+
+    Other cells are 0.
     """
     plain = torch.zeros(value.size(), dtype=value.dtype)
     n_local = 0
@@ -516,9 +522,7 @@ def _checked_weights(
     state_dict: Mapping[str, Any],
     model_state: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Checks that a stock ``state_dict`` fits the model, and returns it with plain
-    tensors.
-    """
+    """Checks a stock ``state_dict``, and returns it with plain tensors."""
     _check_keys("the stock state_dict", state_dict, model_state)
     plain = {}
     for key, value in state_dict.items():
@@ -542,8 +546,9 @@ def _checked_pairs(
     model_states: Mapping[str, Mapping[str, Any]],
     model_keys: Mapping[str, object],
 ) -> list[tuple[Any, Tensor]]:
-    """Pairs this rank's states of TorchRec's fused tables, by the keys of their
-    weights, with the tensors to copy.
+    """Pairs this rank's states of TorchRec's fused tables with the tensors to copy.
+
+    The mappings are by the keys of the weights.
     """
     unknown = [key for key in new_states if key not in model_keys]
     _check_keys("the stock optimizer state", unknown, [])
@@ -578,8 +583,9 @@ def _counted_tables(
     num_rows: Mapping[str, int],
     leave_out: bool,
 ) -> dict[ModelTable, int]:
-    """Returns the model's RecStore tables with their numbers of rows, after a check
-    that no id is outside.
+    """Returns the model's RecStore tables with their numbers of rows.
+
+    No table may have an id outside, unless they are left out.
     """
     counts: dict[ModelTable, int] = {}
     for name, table in tables_named(model, num_rows).items():

@@ -1,5 +1,4 @@
-"""What a load takes over from a checkpoint: a choice of tables, other names, rows
-without states.
+"""What a load takes over: a choice of tables, other names, rows without states.
 
 Tests: tests/checkpoint/test_warm_start.py.
 """
@@ -88,8 +87,9 @@ class WarmStart:
         return WarmStart(optimizer, names, renamed, functions)
 
     def not_chosen(self, argument: str, name: str) -> ValueError:
-        """Returns the error for a table of ``rename`` or ``rows`` that ``tables`` does
-        not have.
+        """Returns the error for a table of an argument that ``tables`` does not have.
+
+        The argument is ``rename`` or ``rows``.
         """
         return ValueError(
             f"{argument} has table {name!r}, which is not in"
@@ -97,8 +97,9 @@ class WarmStart:
         )
 
     def without_source(self, name: str) -> ValueError:
-        """Returns the error for a table whose namesake in the checkpoint is loaded into
-        another table.
+        """Returns the error for a table that lost its source by a renaming.
+
+        The table of its name in the checkpoint is loaded into another table.
         """
         return ValueError(
             f"rename: the checkpoint's table {name!r} is renamed, so that nothing is"
@@ -111,8 +112,9 @@ class WarmStart:
         names: Sequence[tuple[str, ...]],
         saved: Iterable[str],
     ) -> list[str | None]:
-        """Returns the name in the checkpoint of each table of the model; None if the
-        checkpoint does not have it.
+        """Returns the name in the checkpoint of each table of the model.
+
+        A name is None if the checkpoint does not have the table.
 
         Args:
             names: For each table its names. The first one that the checkpoint has is
@@ -143,8 +145,9 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RowsWithoutState:
-    """The rows of a saved table for a table whose optimizer states start as those of
-    new rows.
+    """The rows of a saved table without their optimizer states.
+
+    The states start as those of new rows.
 
     Args:
         name: The name of the table in the model.
@@ -162,14 +165,13 @@ class RowsWithoutState:
     function: RowFunction | None = None
 
     def source_columns(self, columns: range) -> range:
-        """Returns the columns of the checkpoint that a shard with these columns is made
-        of.
-        """
+        """Returns the saved columns that a shard with these columns is made of."""
         return columns if self.function is None else range(self.saved_dim)
 
     def part(self, saved: Part, columns: range) -> Part:
-        """Returns the rows of a shard, from rows of the checkpoint with
-        :meth:`source_columns` and their stamps.
+        """Returns the rows of a shard, made of saved rows and their stamps.
+
+        The saved rows have the columns of :meth:`source_columns`.
         """
         weight = saved.rows["weight"]
         if self.function is not None:
@@ -182,9 +184,7 @@ class RowsWithoutState:
         return Part(saved.ids, columns, rows)
 
     def state(self, saved: TableState) -> TableState:
-        """Returns the state of the table: the clocks and the sightings of the
-        checkpoint, and no updates.
-        """
+        """Returns the saved clocks and sightings, and no updates."""
         return replace(saved, optimizer_steps=0)
 
     def _converted(self, function: RowFunction, weights: Tensor) -> Tensor:

@@ -44,8 +44,9 @@ def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
 
 
 def reporting(progress: Progress | None, total: int) -> Callable[[int], object]:
-    """Returns a function that adds to the number of rows that are done, of ``total``,
-    and calls ``progress``.
+    """Returns a function that counts rows and calls ``progress``.
+
+    It adds to the number of rows that are done, of ``total``.
     """
     done = 0
 
@@ -83,8 +84,9 @@ class PartWriter:
         snapshot: Snapshot,
         on_rows: Callable[[int], object] = lambda count: None,
     ) -> tuple[PartInfo, ...]:
-        """Writes all rows of a snapshot, and calls ``on_rows`` with each part's number
-        of rows.
+        """Writes all rows of a snapshot.
+
+        ``on_rows`` is called with each part's number of rows.
         """
         size = part_rows(table.dim, table.dtype, table.optimizer)
         parts: list[PartInfo] = []
@@ -160,8 +162,9 @@ class PartWriter:
             self._submit(name, _unshared(tensors))
 
     def close(self) -> dict[str, FileInfo]:
-        """Waits until all files are written, and returns their sizes and checksums by
-        name.
+        """Waits until all files are written; returns their sizes and checksums.
+
+        The result is by the names of the files.
         """
         try:
             self._collect()
@@ -205,8 +208,9 @@ def lower_priority() -> None:
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies each tensor that shares memory with an earlier one, such as tied weights:
-    safetensors refuses them.
+    """Copies each tensor that shares memory with an earlier one.
+
+    safetensors refuses such tensors, for example tied weights.
     """
     unshared: dict[str, Tensor] = {}
     storages: set[int] = set()
@@ -244,8 +248,7 @@ def write_shard(
     shard: SavedShard,
     on_rows: Callable[[int], object] = lambda count: None,
 ) -> TableInfo:
-    """Writes a shard's rows, the ids that a delta lists, and the counts of its
-    admission.
+    """Writes a shard's rows, listed ids and counts of admission.
 
     Returns its metadata.
     """
@@ -281,8 +284,9 @@ def finish(
     info: CheckpointInfo,
     training_state: Any,
 ) -> CheckpointInfo:
-    """Writes the metadata, publishes the checkpoint, and returns the metadata with its
-    checksum.
+    """Writes the metadata, publishes the checkpoint, and returns the metadata.
+
+    The result has the checksum.
     """
     checksum = write_metadata(destination.staging, info, training_state)
     destination.publish()

@@ -73,9 +73,7 @@ def options_of(
     constraints: Mapping[str, ParameterConstraints] | None,
     table_name: str,
 ) -> TableOptions:
-    """Returns the table's options from the constraints, or the default options if its
-    constraint has none.
-    """
+    """Returns the options of a table's constraint, or the default options."""
     constraint = (constraints or {}).get(table_name)
     return (
         constraint.options
@@ -104,8 +102,9 @@ def with_statistics(
     constraints: Mapping[str, ParameterConstraints] | None,
     statistics: Mapping[str, TableStatistics],
 ) -> dict[str, ParameterConstraints]:
-    """Returns the constraints with the measured numbers of ids as ``pooling_factors``,
-    where these are not set.
+    """Returns the constraints with the measured numbers of ids.
+
+    They become the ``pooling_factors`` where these are not set.
 
     Raises:
         ValueError: The constraint of a table is for another number of features than was

@@ -1,6 +1,4 @@
-"""What ``recstore plan`` reads: the file of hosts, the file of tables, and a sample of
-training rows.
-"""
+"""Reads the hosts, the tables and the sample of rows for ``recstore plan``."""
 
 from __future__ import annotations
 
@@ -161,9 +159,7 @@ def table_config(
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError if a table has the name of a checkpoint's table that TorchRec's
-    tables cannot have.
-    """
+    """Refuses the name of a checkpoint's table that TorchRec's tables cannot have."""
     if "." in name:
         raise ValueError(
             f"table {name!r} cannot be planned: the name of a TorchRec table has no"
@@ -269,8 +265,9 @@ class TableFile:
         return tables
 
     def statistics(self, steps_per_day: float | None) -> dict[str, TableStatistics]:
-        """Returns the rows of the tables, and their growth, which is left out if
-        ``steps_per_day`` is None.
+        """Returns the rows of the tables, and their growth.
+
+        The growth is left out if ``steps_per_day`` is None.
         """
         statistics = {}
         for name, table in self.tables.items():

@@ -1,6 +1,4 @@
-"""The plan for a number of ranks, and what each of them has to do, to exchange and to
-hold, without starting one.
-"""
+"""The plan for a number of ranks, and the work of each, without starting one."""
 
 from __future__ import annotations
 
@@ -110,8 +108,9 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan, with its tables sorted by name, and what it means for each rank, in
-    ascending order.
+    """A plan, and what it means for each rank.
+
+    The tables are sorted by name, and the ranks are in ascending order.
 
     ``boundless_step_ms`` is the step of the slowest rank in the plan for ranks with any
     amount of memory.
@@ -128,8 +127,9 @@ class Forecast:
 
     @property
     def limit(self) -> Literal["memory", "lookups", "network", "torchrec"]:
-        """What limits the speed: memory, if a plan for more memory is faster; otherwise
-        that of the slowest rank.
+        """The cause of the speed: memory, or the longest part of the slowest rank.
+
+        It is memory if a plan for more memory is faster.
         """
         if self.boundless_step_ms < self.step_ms:
             return "memory"
@@ -144,8 +144,9 @@ def forecast(
     batch_size: int,
     steps: int = 0,
 ) -> Forecast:
-    """Returns :class:`RecStorePlanner`'s plan of table-wise and row-wise tables, and
-    its estimates for each rank.
+    """Returns the plan of :class:`RecStorePlanner`, and its estimates for each rank.
+
+    The tables are table-wise or row-wise.
 
     The planner plans with the memory that is needed after ``steps`` steps, and no
     process group is started. Of each table ``rows``, ``ids_per_sample`` and

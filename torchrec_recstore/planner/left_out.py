@@ -53,8 +53,9 @@ class LeftOut:
 
 
 def rank_bytes(topology: Topology) -> int:
-    """Returns the memory in bytes of the rank with the most memory, of the kind that
-    dense parameters take.
+    """Returns the memory of a rank for dense parameters, in bytes.
+
+    It is that of the rank with the most memory.
     """
     sizes: list[int] = []
     for device in topology.devices:
@@ -69,8 +70,9 @@ def refuse_left_out(
     named: Collection[str],
     most_bytes: int,
 ) -> None:
-    """Checks the collections that no sharder takes, whose tables TorchRec leaves as
-    dense parameters on every rank.
+    """Checks the collections that no sharder takes.
+
+    TorchRec leaves their tables as dense parameters on every rank.
 
     Warns of each of these collections whose tables fit into the memory of a rank and
     have no constraints.
@@ -119,8 +121,10 @@ def _left_out(
     module: nn.Module,
     kinds: Collection[type[nn.Module]],
 ) -> Iterator[LeftOut]:
-    """Yields the collections without a sharder, as TorchRec's enumerator and
-    ``DistributedModelParallel`` see them.
+    """Yields the collections without a sharder.
+
+    They are those that TorchRec's enumerator and ``DistributedModelParallel`` leave
+    out.
     """
     pending: list[tuple[str, nn.Module, type[nn.Module] | None]] = [("", module, None)]
     while pending:

@@ -1,5 +1,4 @@
-"""The planner that places tables in RecStore, the sharding options that it chooses
-from, its log, and its errors.
+"""The planner of RecStore tables, its enumerator, its log and its errors.
 
 Tests: tests/planner/test_planners.py, tests/planner/test_statistics.py.
 """
@@ -82,8 +81,7 @@ _Sharder = (
 
 
 class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
-    """An enumerator whose constraints can place single tables of a RecStore sharder on
-    TorchRec's kernels.
+    """An enumerator that can place tables of a RecStore sharder on TorchRec's kernels.
 
     The sharding options of a table use RecStore's kernel unless the table's constraint
     names other kernels in ``compute_kernels``, or has ``data_parallel`` as its only
@@ -161,8 +159,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         module: nn.Module,
         sharders: list[ModuleSharder[nn.Module]],
     ) -> list[ShardingOption]:
-        """Returns the sharding options of every table that one of ``sharders`` can
-        shard.
+        """Returns the sharding options of every table that a sharder can shard.
 
         Raises:
             PlannerError: A constraint names a table that the model does not have, or
@@ -219,9 +216,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         return allowed
 
     def _without_option(self, table: str, sharder_key: str) -> str:
-        """Returns the message of the error that the constraint of a table leaves no
-        option for it.
-        """
+        """Returns the message for a table that its constraint leaves no option."""
         constraint = constraints_of(self)[table]
         sharder = self.sharder_map[sharder_key]
         device = compute_device(self)
@@ -294,8 +289,7 @@ def _check_names(subject: str, model_tables: set[str], tables: set[str]) -> None
 
 @contextmanager
 def _without_warnings_of_data_parallel() -> Iterator[None]:
-    """Drops the stock enumerator's warning that RecStore's kernel has no data-parallel
-    sharding.
+    """Drops the warning that RecStore's kernel has no data-parallel sharding.
 
     A RecStore sharder offers data_parallel to tables on TorchRec's kernels only, and
     TorchRec (1.7.0 to 1.9.2) warns of every sharding type that the kernels of a
@@ -330,8 +324,9 @@ def _is_allowed(
     option: ShardingOption,
     constraint: ParameterConstraints | None,
 ) -> bool:
-    """Returns whether the constraint of a RecStore sharder's table allows the option's
-    kernel.
+    """Returns whether a table's constraint allows the option's kernel.
+
+    The table has a RecStore sharder.
     """
     is_recstore = bool(option.compute_kernel == RECSTORE_KERNEL)
     is_table_wise = option.sharding_type == ShardingType.TABLE_WISE.value
@@ -343,8 +338,7 @@ def _is_allowed(
 
 
 class RecStorePlanner(PlannerSeams):
-    """A planner that places tables in RecStore and writes the options of each of these
-    tables into the plan.
+    """A planner that places tables in RecStore, and writes their options into the plan.
 
     Example::
 
@@ -423,14 +417,16 @@ class RecStorePlanner(PlannerSeams):
         )
 
     def replace_stats(self, stats: Stats) -> Stats:
-        """Replaces TorchRec's default statistics; any other statistics are the user's
-        choice and stay.
+        """Replaces TorchRec's default statistics.
+
+        Any other statistics are the user's choice and stay.
         """
         return RecStoreStats() if type(stats) is EmbeddingStats else stats
 
     def refine(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """Returns the plan with tables of measured times moved while the step of the
-        slowest rank becomes shorter.
+        """Returns the plan with measured tables moved while a step becomes shorter.
+
+        The step is that of the slowest rank.
         """
         enumerator, topology = self.searched
         if not isinstance(enumerator, RecStoreEnumerator) or topology.world_size == 1:
@@ -461,8 +457,9 @@ class RecStorePlanner(PlannerSeams):
         module: nn.Module,
         sharders: list[ModuleSharder[nn.Module]],
     ) -> ShardingPlan:
-        """Returns the plan of a model, before sharding, for the modules of
-        ``sharders``.
+        """Returns the plan of a model, before sharding.
+
+        It is for the modules of ``sharders``.
 
         Raises:
             PlannerError: No plan satisfies the constraints and the memory limits, or a
@@ -511,8 +508,7 @@ class RecStorePlanner(PlannerSeams):
 
 
 class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
-    """A logger of a plan's statistics that adds the rows and bytes assumed for the
-    RecStore tables.
+    """A logger of a plan's statistics, with the rows and bytes of RecStore tables.
 
     If the topology has an accelerator, it also adds the bytes over the bus.
     """
@@ -556,8 +552,9 @@ def assumed(
     constraints: dict[str, ParameterConstraints] | None,
     statistics: Mapping[str, TableStatistics] = MappingProxyType({}),
 ) -> list[str]:
-    """Returns a line for each RecStore table with its resident rows, over all ranks,
-    and its GiB on each rank.
+    """Returns a line for each RecStore table with its rows and its GiB on each rank.
+
+    The rows are the resident ones, over all ranks.
 
     The bytes include the rows with their optimizer state, index and bookkeeping, the
     counter of sightings, and the table's inputs and outputs.
@@ -608,8 +605,9 @@ def _copied(
     constraints: dict[str, ParameterConstraints] | None,
     sharders: Mapping[str, ModuleSharder[nn.Module]],
 ) -> list[str]:
-    """Returns a line for each rank with the bytes that its RecStore tables copy over
-    the bus in a step.
+    """Returns a line for each rank with the bytes over the bus in a step.
+
+    They are those of its RecStore tables.
     """
     down: Counter[int] = Counter()
     up: Counter[int] = Counter()
@@ -630,8 +628,7 @@ def _copied(
 
 
 def _shortages(options: list[ShardingOption], topology: Topology) -> list[str]:
-    """Returns lines that name the tables that do not fit, and the memory that is too
-    small for them.
+    """Returns lines that name the tables that do not fit, and the memory.
 
     The host memory (DDR) and, under an accelerator, its memory (HBM) are compared
     apart.
@@ -687,8 +684,9 @@ def _least_shard_bytes(
     options_by_table: Mapping[str, list[ShardingOption]],
     kind: str,
 ) -> dict[str, int]:
-    """Returns for each table the bytes that it needs at least, over its options, on the
-    rank with its largest shard.
+    """Returns the least bytes of each table on the rank with its largest shard.
+
+    They are the least over the options of the table.
     """
     least_bytes = {}
     for table, options in options_by_table.items():

@@ -1,5 +1,6 @@
-"""Moves tables of a plan between ranks and sharding types while the step of the slowest
-rank becomes shorter.
+"""Moves tables of a plan while the step of the slowest rank becomes shorter.
+
+They are moved between ranks and sharding types.
 
 Tests: tests/planner/test_forecasts.py, tests/planner/test_statistics.py.
 """
@@ -37,9 +38,7 @@ _LEAST_GAIN = 1e-3  # A change for less is not worth another plan.
 
 
 def check_sharding_type_ms(milliseconds: Mapping[str, float]) -> None:
-    """Raises ValueError if a sharding type is not one of ``REFINED``, or has no time in
-    milliseconds.
-    """
+    """Refuses sharding types other than ``REFINED``, and times that are no numbers."""
     for kind, value in milliseconds.items():
         if kind not in REFINED:
             raise ValueError(
@@ -124,8 +123,9 @@ def _of_one_type(
     tables: list[str],
     cost: _Cost,
 ) -> dict[str, _Place] | None:
-    """Returns places of one sharding type, or None if the tables cannot have it or do
-    not fit.
+    """Returns places of one sharding type; None if the tables cannot have it.
+
+    They must also fit into the memory.
 
     Table-wise tables are placed one by one, that with the longest lookups first, where
     the slowest rank is fastest.
@@ -167,8 +167,9 @@ def _best_from(places: dict[str, _Place], cost: _Cost) -> dict[str, _Place]:
 
 
 def _improved(places: Mapping[str, _Place], cost: _Cost) -> dict[str, _Place]:
-    """Returns the best of the changed plans, or no places if no change makes the
-    slowest rank faster.
+    """Returns the best of the changed plans.
+
+    It has no places if no change makes the slowest rank faster.
     """
     load = cost.load(places)
     step_ms, slowest_rank = cost.slowest(places, load)
@@ -193,8 +194,9 @@ def _changes(
     slowest: int,
     cost: _Cost,
 ) -> Iterator[dict[str, _Place]]:
-    """Returns the other places of each table of a rank, and the swaps of two tables of
-    two ranks.
+    """Yields the other places of each table of a rank, and the swaps of two tables.
+
+    The tables that are swapped are on two ranks.
     """
     new_places = [cost.everywhere]
     for rank in range(cost.ranks):

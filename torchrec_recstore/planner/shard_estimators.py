@@ -1,6 +1,4 @@
-"""The planner's estimates for RecStore tables: their memory, the time of their
-collectives, and the bytes of copies.
-"""
+"""The planner's estimates of memory, collectives and copies for RecStore tables."""
 
 from __future__ import annotations
 
@@ -81,8 +79,7 @@ _COUNTED = (
 
 
 class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
-    """A storage estimator that estimates RecStore tables by the host memory of their
-    resident rows.
+    """An estimator of the host memory of the resident rows of RecStore tables.
 
     The estimate of a RecStore table has the rows that are expected to be resident, with
     their optimizer state, index and bookkeeping, and the table's inputs and outputs,
@@ -209,8 +206,9 @@ def _dtype(option: ShardingOption) -> torch.dtype:
 
 
 class MeasuredPerfConfig(RecStorePerfConfig):
-    """The config of TorchRec's performance estimator with the measured speeds of
-    tables, by name.
+    """The config of TorchRec's performance estimator with measured speeds.
+
+    They are by the names of the tables.
 
     TorchRec's formulas count the pooled rows and their gradients, and not the ids,
     their lengths and their weights, and add the time of a copy on a GPU to the
@@ -221,9 +219,7 @@ class MeasuredPerfConfig(RecStorePerfConfig):
 
     @fwd_comms(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def forward_comms_ms(self, context: ShardPerfContext) -> float:
-        """Returns the estimated milliseconds of the collectives before and after the
-        lookups.
-        """
+        """Returns the milliseconds of the collectives before and after the lookups."""
         return self._comms_ms(context, default_forward_comms_ms, of_gradients=False)
 
     @bwd_comms(SHARDING_TYPES)  # type: ignore[untyped-decorator]
@@ -323,8 +319,9 @@ def bus_bytes_of(
     constraints: dict[str, ParameterConstraints] | None,
     sharders: Mapping[str, ModuleSharder[nn.Module]],
 ) -> list[BusBytes]:
-    """Returns the estimated bytes between host and accelerator in a training step, for
-    each shard of a RecStore table.
+    """Returns the bytes between host and accelerator in a step, for each shard.
+
+    They are estimates for a RecStore table.
 
     The sharders are by ``option.module_type_key``.
     """

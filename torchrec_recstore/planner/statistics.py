@@ -1,6 +1,4 @@
-"""What was measured of tables: in a checkpoint, in the checkpoints of a run, or with a
-sample of batches.
-"""
+"""What was measured of tables: in checkpoints, or with a sample of batches."""
 
 from __future__ import annotations
 
@@ -81,8 +79,9 @@ class TableStatistics:
                 )
 
     def after(self, steps: int) -> TableStatistics:
-        """Returns the statistics after some more steps, if the table goes on to grow as
-        it was measured.
+        """Returns the statistics after some more steps.
+
+        The table goes on to grow as it was measured.
 
         A growth that slows down, as that of most tables does, makes this number an
         upper bound.
@@ -98,15 +97,17 @@ class TableStatistics:
 
 
 def _is_finite_number(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
 
 
 def combined_statistics(
     *sources: Mapping[str, TableStatistics],
 ) -> dict[str, TableStatistics]:
-    """Returns the statistics of several sources by table name, such as those of a
-    checkpoint and those of batches.
+    """Returns the statistics of several sources by table name.
+
+    The sources can be a checkpoint and batches.
 
     For each field of a table, the first source that measured it counts.
     """
@@ -134,8 +135,9 @@ def measure_statistics(
     batches: Iterable[KeyedJaggedTensor],
     optimizer: Optimizer | None = None,
 ) -> dict[str, TableStatistics]:
-    """Returns, by table name, what a sample of batches tells: all but the number of
-    rows and their growth.
+    """Returns, by table name, what a sample of batches tells.
+
+    This is all but the number of rows and their growth.
 
     The ids of the tables' features are kept in memory.
 

@@ -1,6 +1,4 @@
-"""The bytes that the ranks of a plan exchange in a training step, by collective, and
-their time.
-"""
+"""The bytes that ranks exchange in a step, by collective, and their time."""
 
 from __future__ import annotations
 
@@ -86,8 +84,7 @@ class PlacedTable:
         target: int,
         batch_size: int,
     ) -> float:
-        """Returns the bytes of this table that the rank ``source`` sends to the rank
-        ``target`` with a collective.
+        """Returns the bytes of this table from one rank to another in a collective.
 
         ``"splits"`` are not the table's, and have 0 bytes. ``batch_size`` is the number
         of samples of one rank.
@@ -126,8 +123,7 @@ class PlacedTable:
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """The bytes that one rank gives to a collective for other ranks, and gets of them,
-    in a training step.
+    """The bytes that one rank exchanges with others in a collective of a step.
 
     They are the payload, see :func:`library_factor`. The bytes between hosts are parts
     of the other two numbers.
@@ -141,8 +137,7 @@ class RankTraffic:
 
 
 def library_factor(collective: Collective, compute_device: str) -> int:
-    """Returns the bytes that a library sends for each byte of a collective on a type of
-    device.
+    """Returns the bytes that a library sends for each byte of a collective.
 
     A ring sends as much as :class:`RankTraffic` states. The library of CPUs, gloo,
     makes a reduce-scatter of an all-reduce, which sends twice as much (torch 2.13;
@@ -157,8 +152,9 @@ def milliseconds(
     between_hosts: float,
     compute_device: str,
 ) -> float:
-    """Returns the time of a collective: that of the bytes sent, or of those received if
-    it is longer.
+    """Returns the time of a collective.
+
+    It is that of the bytes sent, or of those received if it is longer.
 
     ``within_host`` and ``between_hosts`` are bytes per millisecond.
     """
@@ -179,8 +175,7 @@ def rank_traffic(
     batch_size: int,
     ranks_per_host: int | None = None,
 ) -> list[RankTraffic]:
-    """Returns the bytes that a rank exchanges with other ranks in a training step, for
-    each of ``COLLECTIVES``.
+    """Returns the bytes that a rank exchanges in a step, for each of ``COLLECTIVES``.
 
     The tables are those of one ``EmbeddingBagCollection`` with int64 ids. Table-wise
     and column-wise tables exchange pooled rows and their gradients with all-to-alls;

@@ -1,0 +1,335 @@
+"""Reads RecStore tables from checkpoints of ``torch.distributed.checkpoint`` (DCP).
+
+Tests: tests/checkpoint/test_distributed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import (
+    create_read_items_for_chunk_list,
+)
+
+from torchrec_recstore.checkpoint.reader import held_rows, overlap
+from torchrec_recstore.checkpoint.warm_start import RowsWithoutState
+from torchrec_recstore.optim import StateKind, state_names
+from torchrec_recstore.sharders.layout import owned_positions
+from torchrec_recstore.sharders.model_tables import ModelTable
+from torchrec_recstore.store import Part, Table, TableState
+from torchrec_recstore.store.parts import (
+    COUNTS_KEY,
+    SCORES_KEY,
+    frequency_key,
+    zero_states,
+)
+from torchrec_recstore.store.table_state import STATE_KEYS
+
+# The entries of a table's state with a number for each row.
+_BY_ROW = ("id", "last_step", COUNTS_KEY, SCORES_KEY)
+
+
+class SavedTensors:
+    """A reader of the tensors of a checkpoint of DCP, which can read ranges of rows."""
+
+    def __init__(self, checkpoint_id: str | Path) -> None:
+        self._path = Path(checkpoint_id)
+        self._reader = FileSystemReader(checkpoint_id)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        # The metadata of each entry, by its key.
+        self.saved: Mapping[str, Any] = self._metadata.state_dict_metadata
+
+    def check_files(self) -> None:
+        """Refuses a checkpoint with a file that is missing or too short."""
+        file_bytes: dict[str, int] = {}
+        for stored in self._metadata.storage_data.values():
+            end = stored.offset + stored.length
+            name = stored.relative_path
+            file_bytes[name] = max(file_bytes.get(name, 0), end)
+        for name, saved_bytes in file_bytes.items():
+            file = self._path / name
+            if not file.exists():
+                raise ValueError(f"the checkpoint has lost a file: {file}")
+            if file.stat().st_size < saved_bytes:
+                raise ValueError(
+                    f"{file} has {file.stat().st_size} bytes, and had {saved_bytes}"
+                    " when it was saved"
+                )
+
+    def check_whole(self, key: str) -> None:
+        """Refuses a tensor of which the checkpoint lacks a piece.
+
+        DCP would leave that piece uninitialized.
+        """
+        entry = self.saved[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            return  # The check of its shape refuses what is not a tensor.
+        stored = {(index.offset, index.fqn) for index in self._metadata.storage_data}
+        stored_elements = 0
+        for chunk in entry.chunks:
+            if (chunk.offsets, key) in stored:
+                stored_elements += chunk.sizes.numel()
+        if stored_elements != entry.size.numel():
+            raise ValueError(f"the checkpoint {self._path} lacks pieces of {key}")
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Returns the shape of the tensor with this key; () if there is none."""
+        return tuple(getattr(self.saved.get(key), "size", ()))
+
+    def saved_dim(self, key: str) -> int:
+        """Returns the number of columns of the tensor with this key.
+
+        It is 0 if there is no such tensor, or if it has no columns.
+        """
+        shape = self.shape(key)
+        return shape[1] if len(shape) > 1 else 0
+
+    def row_ranges(self, key: str) -> list[range]:
+        """Returns the range of rows of each saved piece.
+
+        Reads of other ranges would read some pieces repeatedly.
+        """
+        pieces: set[tuple[int, int]] = set()
+        for chunk in self.saved[key].chunks:
+            pieces.add((chunk.offsets[0], chunk.sizes[0]))
+        return [range(begin, begin + size) for begin, size in sorted(pieces) if size]
+
+    def read(
+        self,
+        keys: Mapping[str, str],
+        rows: range | None = None,
+    ) -> dict[str, Tensor]:
+        """Reads the same range of rows of several tensors.
+
+        Args:
+            keys: The keys of the tensors, by their names in the result.
+            rows: The range of rows. Default: None, all rows.
+        """
+        tensors: dict[str, Tensor] = {}
+        items = []
+        for key in keys.values():
+            n_rows, *width = self.shape(key)
+            read_rows = range(n_rows) if rows is None else rows
+            tensors[key] = torch.empty(
+                (len(read_rows), *width),
+                dtype=self.saved[key].properties.dtype,
+            )
+            offsets = torch.Size([read_rows.start, *[0] * len(width)])
+            chunk = ChunkStorageMetadata(offsets, tensors[key].size())
+            items += create_read_items_for_chunk_list(key, self.saved[key], [chunk])
+        self._reader.read_data(LoadPlan(items), _Into(tensors)).wait()
+        return {name: tensors[key] for name, key in keys.items()}
+
+
+class _Into(DefaultLoadPlanner):
+    """A load planner that reads into given tensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._tensors[index.fqn]
+
+
+class SavedTable:
+    """The data in a checkpoint for a RecStore table of the model."""
+
+    def __init__(
+        self,
+        tensors: SavedTensors,
+        table: ModelTable,
+        weight_key: str,
+        states_begin: str,
+        without_state: RowsWithoutState | None,
+    ) -> None:
+        self._tensors = tensors
+        self._state = table.state
+        self._without_state = without_state
+        # The number of columns that the saved table must have.
+        self._dim = table.dim
+        self._state_names: dict[str, StateKind] = {}
+        if without_state is None:
+            self._state_names = state_names(table.state.optimizer)
+        elif without_state.function is not None:
+            self._dim = without_state.saved_dim
+        self._weights = {"weight": weight_key}
+        if f"{weight_key}_id" in tensors.saved:
+            self._weights["weight_id"] = f"{weight_key}_id"
+        self._states: dict[str, str] = {}
+        for key in tensors.saved:
+            if not key.startswith(states_begin):
+                continue
+            name = key.removeprefix(states_begin)
+            # Without the states of the optimizer, the clocks and stamps remain.
+            if without_state is None or name in (*_BY_ROW, *STATE_KEYS):
+                self._states[name] = key
+
+    def check(self) -> None:
+        """Refuses a table that lacks a part, or that has another dim or shape."""
+        label = f"table {self._state.name!r}"
+        weight_key = self._weights["weight"]
+        if weight_key not in self._tensors.saved:
+            raise ValueError(f"the checkpoint has no RecStore {label} ({weight_key})")
+        shape = self._tensors.shape(weight_key)
+        if len(shape) != 2 or shape[1] != self._dim:
+            raise ValueError(
+                f"{label} is of shape {shape} in the checkpoint, its dim in the model"
+                f" is {self._state.dim}: a function in rows={{...}}, with"
+                " optimizer=False, can make rows of the other dim"
+            )
+        expected_shapes = self._expected_shapes(shape)
+        for name, key in {**self._weights, **self._states}.items():
+            self._tensors.check_whole(key)
+            saved_shape = self._tensors.shape(key)
+            if name in expected_shapes and saved_shape != expected_shapes[name]:
+                raise ValueError(
+                    f"{label}: {name} is of shape {saved_shape} in the checkpoint, not"
+                    f" {expected_shapes[name]}"
+                )
+
+    def _expected_shapes(
+        self,
+        weight_shape: tuple[int, ...],
+    ) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors of a table with these weights.
+
+        No state may be missing.
+        """
+        by_row = weight_shape[:1]
+        shapes = {"weight_id": by_row}
+        if not self._states:
+            return shapes
+        column_shards: tuple[int, ...] = ()
+        if self._without_state is None:
+            self._state.check_keys(self._states)
+            column_shards = self._tensors.shape(self._states["columns"])
+        else:
+            self._state.check_bookkeeping(self._states)
+        for name in _BY_ROW:
+            shapes[name] = by_row
+        for name, kind in self._state_names.items():
+            shapes[name] = weight_shape if kind == "element" else by_row + column_shards
+        return shapes
+
+    def loaded(self) -> list[tuple[Table, Table]]:
+        """Reads the rows, and returns each shard with a new table that holds them."""
+        pairs = [(shard, shard.table.empty_copy()) for shard in self._state.shards]
+        state_keys = {}
+        for name, key in self._states.items():
+            if name in STATE_KEYS:
+                state_keys[name] = key
+        state = TableState.from_tensors(self._tensors.read(state_keys))
+        if self._without_state is not None:
+            state = self._without_state.state(state)
+        for shard, fresh in pairs:
+            fresh.set_state(state.owned(shard.owned))
+        written_rows = [0] * len(pairs)
+        for parts in self._parts() if pairs else ():
+            for number, (shard, fresh) in enumerate(pairs):
+                positions = owned_positions(shard, parts[0].ids)
+                fresh.write(self._shard_rows(parts, positions, fresh.columns))
+                written_rows[number] += len(positions)
+        for n_written, (_, fresh) in zip(written_rows, pairs, strict=True):
+            if held_rows(fresh) not in (None, n_written):
+                raise ValueError(
+                    f"table {self._state.name!r}: the checkpoint has an id several"
+                    " times"
+                )
+        return [(shard.table, fresh) for shard, fresh in pairs]
+
+    def _shard_rows(
+        self,
+        parts: Sequence[Part],
+        positions: Tensor,
+        columns: range,
+    ) -> Part:
+        """Returns the rows at some positions, for a shard with these columns."""
+        source_columns = columns
+        if self._without_state is not None:
+            source_columns = self._without_state.source_columns(columns)
+        pieces = []
+        for part in parts:
+            if overlap(part.columns, source_columns):
+                pieces.append(part.take(positions))
+        rows = Part.joined(pieces, source_columns)
+        if self._without_state is None:
+            return rows
+        return self._without_state.part(rows, columns)
+
+    def _parts(self) -> Iterator[list[Part]]:
+        """Yields the rows in pieces: for each saved column shard a part.
+
+        The parts of a piece have the same ids.
+        """
+        # Frequencies of the other kind than the table's are not read.
+        names = (
+            "id",
+            "last_step",
+            frequency_key(self._state.options),
+            *self._state_names,
+        )
+        state_keys = {}
+        for name, key in self._states.items():
+            if name in names:
+                state_keys[name] = key
+        starts = [0]
+        if state_keys and self._without_state is None:
+            columns_key = {"columns": self._states["columns"]}
+            starts = self._tensors.read(columns_key)["columns"].tolist()
+        shard_columns = [range(*ends) for ends in pairwise([*starts, self._dim])]
+        ids_key = self._weights.get("weight_id", self._weights["weight"])
+        for piece in self._tensors.row_ranges(ids_key):
+            rows = self._tensors.read(self._weights, piece)
+            states = self._tensors.read(state_keys, piece)
+            ids = rows.get("weight_id", torch.arange(piece.start, piece.stop))
+            if states and not torch.equal(states["id"], ids):
+                raise ValueError(
+                    f"table {self._state.name!r}: the optimizer state in the checkpoint"
+                    " is of other ids than the weights"
+                )
+            if not state_keys:  # one column shard, whose state starts at zero
+                states = zero_states(self._state.optimizer, len(ids), self._dim)
+            parts = []
+            for number, columns in enumerate(shard_columns):
+                parts.append(self._part(ids, number, columns, rows["weight"], states))
+            yield parts
+
+    def _part(
+        self,
+        ids: Tensor,
+        number: int,
+        columns: range,
+        weight: Tensor,
+        states: Mapping[str, Tensor],
+    ) -> Part:
+        """Returns the columns of the column shard of this number."""
+        cut = slice(columns.start, columns.stop)
+        frequencies = states.get(frequency_key(self._state.options))
+        if frequencies is None:
+            frequencies = torch.zeros_like(ids)
+        rows = {
+            "weight": weight[:, cut].to(torch.float32),
+            "last_step": states["last_step"],
+            "frequency": frequencies,
+        }
+        for name, kind in self._state_names.items():
+            if kind == "element":
+                rows[name] = states[name][:, cut]
+            else:
+                rows[name] = states[name].view(len(ids), -1)[:, number]
+        return Part(ids, columns, rows)
