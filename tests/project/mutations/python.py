@@ -182,8 +182,8 @@ SERVICE = [
     ),
     Mutation(
         "service/torchrec_recstore_service/tables/hosted_table.py",
-        "wanted = among(known, missing)",
-        "wanted = ~among(known, missing)",
+        "is_missing = among(initial_ids, missing_ids)",
+        "is_missing = ~among(initial_ids, missing_ids)",
         [
             "tests/service/tables/test_hosted.py::test_initial_rows_are_for_ids_without_a_row"
         ],
@@ -191,8 +191,8 @@ SERVICE = [
     ),
     Mutation(
         "service/torchrec_recstore_service/client/server_set.py",
-        "rank = found.cumsum(0) - 1",
-        "rank = found.cumsum(0)",
+        "place_of_row = has_row.cumsum(0) - 1",
+        "place_of_row = has_row.cumsum(0)",
         [
             "tests/service/test_server_cold_store.py::test_every_pattern_of_bits_comes_back"
         ],
