@@ -23,7 +23,8 @@ HEADERS = [
 
 
 class Sdist(WithCore):
-    core, core_files = CORE, (*SHARED, *HEADERS)
+    core = CORE
+    core_files = (*SHARED, *HEADERS)
 
 
 setup(

@@ -57,10 +57,10 @@ def checked_addresses(
         raise TypeError(f"{argument} must be a list of 'host:port', got {addresses!r}")
     if not addresses:
         raise ValueError(f"{argument} must name at least one 'host:port'")
-    for address in addresses:
-        for address_of_one in address.split("/"):
+    for server_or_pair in addresses:
+        for address in server_or_pair.split("/"):
             try:
-                host_of(address_of_one)
+                host_of(address)
             except ValueError as error:
                 raise ValueError(f"{argument} {error}") from None
     if len(set(addresses)) != len(addresses):

@@ -206,7 +206,9 @@ def make_victim(path: Path) -> None:
     spec = TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions())
     tables.create("t", spec)
     tables.push("t", torch.arange(8), torch.full((8, 4), MARKED_WEIGHT))
-    tables.save(path, more={MANIFEST: {"name": VICTIM, "id": VICTIM, "number": 1}})
+    tables.save(
+        path, training_state={MANIFEST: {"name": VICTIM, "id": VICTIM, "number": 1}}
+    )
     tables.close()
     (path / "file").write_bytes(MARKER)
     (path / "0").mkdir()

@@ -74,5 +74,5 @@ def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("the call went by gRPC")
 
-    for method in ("pull", "found", "write"):
+    for method in ("pull", "existing_rows", "write"):
         monkeypatch.setattr(Streams, method, fail)

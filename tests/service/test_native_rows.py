@@ -247,7 +247,7 @@ def test_results_are_those_by_grpc_and_calls_are_counted(
         monkeypatch.context() as patch,
         RecStoreClient([server.address], shared_memory=False) as client,
     ):
-        for method in ("pull", "found", "write"):
+        for method in ("pull", "existing_rows", "write"):
             patch.setattr(Streams, method, None)
         results = _use(client, "", options)
         large = client.pull("float", torch.arange(200_000))

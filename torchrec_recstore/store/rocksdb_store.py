@@ -337,7 +337,8 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
 
     def end(self) -> None:
         """Releases the database, which cannot close before its iterators are freed."""
-        self._items = self._snapshot = None
+        self._items = None
+        self._snapshot = None
 
 
 def _check_room(path: Path, n_bytes: int) -> None:

@@ -71,12 +71,12 @@ class ClientEpoch:
         """Returns the label of the epoch for a call."""
         return self.runs.label or self._find_after("", table)
 
-    def resumed(self, known: Runs, table: str) -> None:
+    def resumed(self, known_runs: Runs, table: str) -> None:
         """Finds the runs of the servers again, after a server has refused a call as one
         for an earlier run.
 
         Args:
-            known: The value of :attr:`runs` before the call.
+            known_runs: The value of :attr:`runs` before the call.
             table: The name of the table of the call, for errors.
 
         Raises:
@@ -84,9 +84,9 @@ class ClientEpoch:
             ServerSetError: The servers are not in one epoch.
         """
         with self._finding:
-            if self.runs is known:  # otherwise another thread has found them
+            if self.runs is known_runs:  # otherwise another thread has found them
                 runs = self._find(table)
-                if runs.label == known.label:  # see ``after`` for another epoch
+                if runs.label == known_runs.label:  # see ``after`` for another epoch
                     with self._lock:
                         self.runs = runs
 

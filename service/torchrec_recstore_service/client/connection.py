@@ -10,6 +10,7 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -156,7 +157,9 @@ class Connection:
         if not self._in_epoch(call.label, attempt):
             raise self._unfit(call.label)
 
-    def found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
+    def existing_rows(
+        self, table: str, ids: Tensor, row_bytes: int
+    ) -> tuple[Tensor, Tensor]:
         """Reads the rows of the ids that have one.
 
         Args:
@@ -172,7 +175,7 @@ class Connection:
 
         def attempt(run: str, left_s: float) -> tuple[Tensor, Tensor]:
             header = pb.PullHeader(table=table, epoch=run, want=want)
-            content, rows = self._carry(left_s, "found", header, ids, row_bytes)
+            content, rows = self._carry(left_s, "existing_rows", header, ids, row_bytes)
             has_row = array_of(content, torch.bool)
             row_count = int(has_row.sum())
             if len(has_row) != len(ids) or len(rows) != row_count * row_bytes:
@@ -414,9 +417,7 @@ class Connection:
         if is_pair and timeout_s is None:
             longest_s = min(_HANGS_S, self._access.timeout_s)
         left_s = min(longest_s, timeout_s or self._access.timeout_s)
-        backoff: Backoff | None = None
-        unreached: grpc.RpcError | None = None
-        answers: dict[Side, str] = {}  # the last one of each server of a pair
+        failures: _Failures | None = None
         while True:
             runs = self._epoch.runs
             side = self._side
@@ -426,25 +427,16 @@ class Connection:
                 run = run_label(label, runs.by_address.get(self.address, ""))
                 return attempt(run, left_s)
             except grpc.RpcError as error:
-                is_repetition = backoff is not None
-                if backoff is None:
+                is_repetition = failures is not None
+                if failures is None:
                     time_s = end - time.monotonic()
                     if timeout_s is not None:
                         time_s = self._access.timeout_s
-                    backoff = Backoff(time_s)
-                code = error.code()
-                is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED
-                if code is grpc.StatusCode.UNAVAILABLE:
-                    unreached = error
-                    answers[side] = error.details() or ""
-                may_pass = code in _PASSING or (is_pair and is_late)
-                if not may_pass or backoff.left_s <= 0:
-                    cause = error
-                    if is_late and timeout_s is None and unreached is not None:
-                        # The last attempt has only the rest of the time, which may end
-                        # while it connects.
-                        cause = unreached
-                    raised = self._error(table, cause, answers)
+                    failures = _Failures(Backoff(time_s))
+                failures.add(side, error)
+                if not self._may_pass(error) or failures.backoff.left_s <= 0:
+                    cause = error if timeout_s is not None else failures.cause(error)
+                    raised = self._error(table, cause, failures.answers)
                     if isinstance(raised, ServerRestartedError):
                         raised.repeated = is_repetition
                     raise raised from None
@@ -459,8 +451,15 @@ class Connection:
                         f"{self._named(table)}: the client is closed"
                     ) from None
                 raise
-            backoff.pause()
-            left_s = min(longest_s, timeout_s or max(0.001, backoff.left_s))
+            failures.backoff.pause()
+            left_s = min(longest_s, timeout_s or max(0.001, failures.backoff.left_s))
+
+    def _may_pass(self, error: grpc.RpcError) -> bool:
+        """Returns whether a repetition of a call may succeed."""
+        code = error.code()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # the other server may answer
+            return len(self._sides) > 1
+        return code in _PASSING
 
     def _error(
         self,
@@ -494,6 +493,31 @@ class Connection:
     def _named(self, table: str) -> str:
         server = f"server {self.address}"
         return f"table {table!r} on {server}" if table else server
+
+
+@dataclass
+class _Failures:
+    """The failed attempts of a call."""
+
+    backoff: Backoff
+    unreached: grpc.RpcError | None = None
+    """The error of the last attempt that has not reached a server."""
+    answers: dict[Side, str] = field(default_factory=dict)
+    """The last one of each server of a pair."""
+
+    def add(self, side: Side, error: grpc.RpcError) -> None:
+        """Notes the failure of an attempt."""
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            self.unreached = error
+            self.answers[side] = error.details() or ""
+
+    def cause(self, last: grpc.RpcError) -> grpc.RpcError:
+        """Returns the error that says best why the call has failed.
+
+        The last attempt has only the rest of the time, which may end while it connects.
+        """
+        is_late = last.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        return self.unreached if is_late and self.unreached is not None else last
 
 
 class Side:

@@ -78,7 +78,7 @@ def _columns(replies: Sequence[pb.LookReply]) -> dict[str, Tensor]:
     return columns
 
 
-def _numbers(data: bytes, dtype: torch.dtype) -> Tensor:
-    if not data:
+def _numbers(content: bytes, dtype: torch.dtype) -> Tensor:
+    if not content:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype)

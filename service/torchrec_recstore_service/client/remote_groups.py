@@ -125,16 +125,17 @@ class _Workspace:
         zeros = TableOptions(initializer=ConstantInit(0.0))
         # The step from a row of zeros with the learning rate 1 is minus the sum of the
         # gradients, exactly.
-        self.tables = [
-            Table(
+        self.tables = []
+        for table in tables:
+            summing = SGD(lr=1.0, max_gradient=table.optimizer.max_gradient)
+            workspace_table = Table(
                 table.dim,
                 torch.float32,
-                SGD(lr=1.0, max_gradient=table.optimizer.max_gradient),
-                zeros,
+                optimizer=summing,
+                options=zeros,
                 name=table.name,
             )
-            for table in tables
-        ]
+            self.tables.append(workspace_table)
         self.group = make(self.tables)
         self._numbers = torch.arange(0)
 
@@ -160,11 +161,10 @@ class _Workspace:
         id_counts = [ids.shape[0] for ids in distinct]
         sizes = [n * table.dim for n, table in zip(id_counts, self.tables, strict=True)]
         all_sums = torch.zeros(sum(sizes))
+        contents = torch.split(all_sums, sizes)
         sums = [
             content.view(-1, table.dim)
-            for content, table in zip(
-                torch.split(all_sums, sizes), self.tables, strict=True
-            )
+            for content, table in zip(contents, self.tables, strict=True)
         ]
         self.write(sums)
         self.group.update(context, grad, False, counts)
@@ -294,15 +294,15 @@ class _Updates:
             learning_rate: The learning rate of this update. None: that of the tables'
                 optimizer.
         """
-        updates = [
-            RowUpdate(
+        updates = []
+        for table, ids, grads in zip(self._tables, distinct, sums, strict=True):
+            update = RowUpdate(
                 table=table.name,
                 ids=ids,
                 grads=grads,
                 learning_rate=learning_rate,
             )
-            for table, ids, grads in zip(self._tables, distinct, sums, strict=True)
-        ]
+            updates.append(update)
         while len(self._pending) >= max(1, self._staleness):
             self._wait_for_one()
         with self.lock:
@@ -332,13 +332,13 @@ class _Updates:
         self._client.wait(self._pending.popleft())
         self.included += 1
 
-    def later_ids(self, table: int, after: int, last: int) -> Tensor:
+    def later_ids(self, table: int, included: int, last: int) -> Tensor:
         """Returns the ids of a table, ascending, in the updates with numbers above
-        ``after`` and up to ``last``.
+        ``included`` and up to ``last``.
         """
         ids_of_updates = [torch.empty(0, dtype=torch.int64)]
         for number, ids in self.log.items():
-            if after < number <= last:
+            if included < number <= last:
                 ids_of_updates.append(ids[table])
         ascending_ids: Tensor = torch.unique(torch.cat(ids_of_updates))
         return ascending_ids

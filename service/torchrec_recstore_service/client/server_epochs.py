@@ -98,7 +98,7 @@ class ServerEpochs:
 
     def describe(self, table: str = "") -> list[pb.DescribeReply]:
         """Returns the state of each server. Errors name ``table``."""
-        return self._each(lambda connection: connection.describe(table))
+        return self._call_all(lambda connection: connection.describe(table))
 
     def describe_reachable(self) -> list[pb.DescribeReply | ServiceError]:
         """Returns the state of each server, or the error of a server that cannot be
@@ -111,7 +111,7 @@ class ServerEpochs:
             except ServiceError as error:
                 return error
 
-        return self._each(describe)
+        return self._call_all(describe)
 
     def save(
         self, name: str | Path, overwrite: bool = False, forget: Sequence[str] = ()
@@ -164,17 +164,17 @@ class ServerEpochs:
             save.id = uuid.uuid4().hex
             save.number = first.save(request(phases.RESERVE), label).number
             try:
-                self._each(prepare)
+                self._call_all(prepare)
                 break
             except BaseException as error:
                 with suppress(Exception):  # what is left is deleted by a later save
-                    self._each(abort)
+                    self._call_all(abort)
                 is_last = attempt + 1 == _ATTEMPTS
                 if is_last or not _is_superseded(error):
                     raise
         # from here on the save counts
         decided = first.save(request(phases.COMMIT), label).decided
-        self._each(
+        self._call_all(
             lambda connection: connection.save(request(phases.COMMIT, decided), label),
             others,
         )
@@ -235,7 +235,7 @@ class ServerEpochs:
             piece = pb.WriteFileRequest(
                 id=save_id, part=part, file=file, offset=offset, content=reply.content
             )
-            self._each(partial(_write_file, piece=piece))
+            self._call_all(partial(_write_file, piece=piece))
             offset += len(reply.content)
             is_last = reply.last
 
@@ -340,7 +340,7 @@ class ServerEpochs:
 
         run = stopped.resume(request(phases.PREPARE)).run
         note = request(phases.NOTE, run)
-        self._each(lambda connection: connection.resume(note), others)
+        self._call_all(lambda connection: connection.resume(note), others)
         stopped.resume(request(phases.COMMIT, run))
         return run
 
@@ -379,11 +379,11 @@ class ServerEpochs:
 
         try:
             if parts:
-                self._each(partial(load, phases.RESHARD), pending)
-            self._each(partial(load, phases.PREPARE), pending)
+                self._call_all(partial(load, phases.RESHARD), pending)
+            self._call_all(partial(load, phases.PREPARE), pending)
         except BaseException:
             with suppress(Exception):  # what is left is freed by a later save or load
-                self._each(partial(load, phases.ABORT), pending)
+                self._call_all(partial(load, phases.ABORT), pending)
             raise
         # one after the other, so that of two clients only one gets beyond the first
         for connection in pending:
@@ -403,11 +403,11 @@ class ServerEpochs:
         """
         while True:
             label = self._epoch.label(table)
-            answers = self._each(call)
+            answers = self._call_all(call)
             if self._epoch.label(table) == label:
                 return answers
 
-    def _each(
+    def _call_all(
         self,
         call: Callable[[Connection], _Result],
         connections: Sequence[Connection] | None = None,

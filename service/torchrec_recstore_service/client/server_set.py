@@ -69,7 +69,7 @@ class ServerSet(ServerEpochs):
                 servers.
         """
         self._epoch.label(name)
-        documents = self._each(
+        documents = self._call_all(
             lambda connection: connection.describe(name).tables.get(name)
         )
         specs = [
@@ -108,7 +108,7 @@ class ServerSet(ServerEpochs):
 
         See :meth:`Connection.rows_address`.
         """
-        return self._each(Connection.rows_address)
+        return self._call_all(Connection.rows_address)
 
     def create(self, name: str, spec: TableSpec) -> None:
         """See :meth:`HostedTables.create`.
@@ -121,7 +121,7 @@ class ServerSet(ServerEpochs):
             shard = (members[connection], len(members))
             connection.create(name, replace(spec, shard=shard).to_json())
 
-        self._each(create)
+        self._call_all(create)
         self._specs[name] = spec
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
@@ -197,35 +197,35 @@ class ServerSet(ServerEpochs):
             learning_rates=[update.learning_rate for update in updates],
         )
         kind = pb.WriteHeader.UPDATE
-        self._each(
+        self._call_all(
             lambda connection: connection.write(kind, calls[connection], float32=True)
         )
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
         """See :meth:`HostedTables.exists`."""
-        has_row, _ = self._found_rows(name, ids, 0)
+        has_row, _ = self._existing_rows(name, ids, 0)
         return has_row
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`HostedTables.found_rows`."""
         spec = self._specs.get(name) or self._existing(name)
         dtype = value_dtype(spec.dtype)
-        has_row, rows = self._found_rows(name, ids, spec.dim * dtype.itemsize)
+        has_row, rows = self._existing_rows(name, ids, spec.dim * dtype.itemsize)
         return has_row, rows.view(dtype).view(-1, spec.dim)
 
-    def _found_rows(
+    def _existing_rows(
         self, table: str, ids: Tensor, row_bytes: int
     ) -> tuple[Tensor, Tensor]:
         """Reads the rows of the ids that have one.
 
-        See :meth:`Connection.found`; the arguments are the same.
+        See :meth:`Connection.existing_rows`; the arguments are the same.
         """
         if len(self._connections) == 1:
-            return self._connections[0].found(table, ids, row_bytes)
+            return self._connections[0].existing_rows(table, ids, row_bytes)
         parts = self._split([table], ids, [len(ids)])
         answers = self._read(
             table,
-            lambda connection: connection.found(
+            lambda connection: connection.existing_rows(
                 table, parts[connection].ids, row_bytes
             ),
         )
@@ -340,7 +340,7 @@ class ServerSet(ServerEpochs):
             except NoInitialRow:
                 return None
 
-        counts = self._each(write)
+        counts = self._call_all(write)
         if None not in counts:
             return sum(count or 0 for count in counts), None
         refused = [

@@ -124,10 +124,10 @@ class SharedMemoryConnection:
                 return False
         return True
 
-    def found(
+    def existing_rows(
         self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float
     ) -> tuple[Tensor, Tensor]:
-        """See :meth:`Streams.found`."""
+        """See :meth:`Streams.existing_rows`."""
         self._end = time.monotonic() + left_s
         most_ids = (self._segment.size - 128) // max(row_bytes + 1, 8)
         has_row_parts: list[Tensor] = []

@@ -79,7 +79,7 @@ class Streams:
                 return False
         return True
 
-    def found(
+    def existing_rows(
         self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float
     ) -> tuple[Tensor, Tensor]:
         """Returns which of ``ids``, (N,) int64, have a row, (n,) uint8, and their rows,

@@ -153,10 +153,10 @@ class TcpConnection:
                 return False
         return True
 
-    def found(
+    def existing_rows(
         self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float
     ) -> tuple[Tensor, Tensor]:
-        """See :meth:`Streams.found`."""
+        """See :meth:`Streams.existing_rows`."""
         self._read_bytes = _AHEAD_BYTES
         self._deadline = time.monotonic() + left_s
         has_row_parts: list[Tensor] = []

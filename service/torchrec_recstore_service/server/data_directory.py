@@ -132,13 +132,14 @@ class DataDirectory:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = self.path = Path(path)
-        make_directory(self._path)
+        self.path = Path(path)
+        """The path of the directory."""
+        make_directory(self.path)
         self._lock = FileLock(
-            self._path / _LOCK,
+            self.path / _LOCK,
             "serving it",
             lambda holder: (
-                f"{self._path}: another server has this data directory ({holder}): stop"
+                f"{self.path}: another server has this data directory ({holder}): stop"
                 " that one, or give this one another"
             ),
             keep=True,
@@ -166,7 +167,7 @@ class DataDirectory:
             self.membership = membership_of(member)
         self._saves: dict[SaveName, pb.Saved] = {}
         self._prepared: dict[SaveId, pb.Saved] = {}
-        for entry in self._path.iterdir():
+        for entry in self.path.iterdir():
             self._add_entry(entry)
         unless = None if state is None else state[_UNLESS]
         # the server was killed before the save counted
@@ -224,7 +225,7 @@ class DataDirectory:
 
     def checkpoint(self, name: SaveName) -> Path:
         """Returns the path of a save."""
-        return self._path / name
+        return self.path / name
 
     def check_free(self, name: SaveName, overwrite: bool) -> None:
         """Checks that a save of this name can be published.
@@ -236,7 +237,7 @@ class DataDirectory:
 
     def staging(self, save_id: SaveId) -> Path:
         """Returns the path to which a part of a save is written before it counts."""
-        return self._path / f"{_PREPARED}{save_id}"
+        return self.path / f"{_PREPARED}{save_id}"
 
     def new_staging(self, save_id: SaveId) -> Path:
         """Returns :meth:`staging` for a part that is written now.
@@ -250,7 +251,7 @@ class DataDirectory:
 
     def received(self, save_id: SaveId) -> Path:
         """Returns the path to which the parts of a save of other servers are written."""
-        return self._path / f"{_RECEIVED}{save_id}"
+        return self.path / f"{_RECEIVED}{save_id}"
 
     def add_prepared(self, saved: pb.Saved) -> None:
         """Adds a part that has been written to :meth:`staging`."""
@@ -328,7 +329,7 @@ class DataDirectory:
     def _document(
         self, name: str, fields: tuple[str, ...], optional: tuple[str, ...] = ()
     ) -> dict[str, Any] | None:
-        file = self._path / name
+        file = self.path / name
         if not file.exists():
             return None
         try:
@@ -348,10 +349,10 @@ class DataDirectory:
             raise ValueError(f"{file} cannot be used: {error}") from error
 
     def _write(self, name: str, document: Mapping[str, Any]) -> None:
-        staging = self._path / f".{name}"
+        staging = self.path / f".{name}"
         write_synced(staging, json.dumps(document).encode())
-        staging.replace(self._path / name)
-        sync(self._path)
+        staging.replace(self.path / name)
+        sync(self.path)
 
 
 def membership_of(document: Mapping[str, Any]) -> Membership:

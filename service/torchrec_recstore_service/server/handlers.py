@@ -172,8 +172,8 @@ class _Requests:
         size = 0
         call.wait()
         try:
-            data = next(self._raw)
-            size = len(data)
+            request = next(self._raw)
+            size = len(request)
         finally:
             call.go_on(size)
         if call.held + size > call.memory.limit:
@@ -191,7 +191,7 @@ class _Requests:
                 " the call",
             )
         try:
-            return self._parse(data)
+            return self._parse(request)
         except DecodeError:
             raise CallRefusedError(
                 grpc.StatusCode.INVALID_ARGUMENT,

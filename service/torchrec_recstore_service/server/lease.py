@@ -109,16 +109,16 @@ class Lease:
 
     def take(
         self,
-        before: Record | None,
-        after: Record,
+        old_record: Record | None,
+        new_record: Record,
         holder: str = "",
         renews: bool = False,
     ) -> bool:
         """Takes or renews the lease, and replaces the record.
 
         Args:
-            before: The record as this server knows it.
-            after: The next record.
+            old_record: The record as this server knows it.
+            new_record: The next record.
             holder: A server whose lease may be taken over. Default: "", none.
             renews: Whether this server has the lease already, so that it also writes
                 the record if Redis has lost both. Default: False.
@@ -131,8 +131,8 @@ class Lease:
             self._server,
             int(TTL_S * 1000),
             holder,
-            "" if before is None else before.text(),
-            after.text(),
+            "" if old_record is None else old_record.text(),
+            new_record.text(),
             int(renews),
         )
         return bool(self._take(self._keys, arguments))

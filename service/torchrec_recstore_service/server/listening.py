@@ -388,10 +388,10 @@ class GrpcServer:
         add: Callable[[Any], object],
         long: Sequence[str] = (),
     ) -> None:
-        self.token = (
-            None if options.token_file is None else watched_token(options.token_file)
-        )
-        """The token that clients must send."""
+        self.token = None
+        """The token that clients must send. None: they need none."""
+        if options.token_file is not None:
+            self.token = watched_token(options.token_file)
         # Calls that need no token have threads of their own, so that they cannot block
         # the others.
         calls = CallThreads(options.max_calls, "recstore-call")
@@ -410,16 +410,19 @@ class GrpcServer:
         self._threads = (calls, open_calls, watches, long_calls)
         self.memory = RequestMemory(options.max_request_memory)
         """The memory of the requests of all running calls."""
+        max_connections = (
+            "grpc.max_allowed_incoming_connections",
+            options.max_connections,
+        )
         self._server = grpc.server(
             calls,
             interceptors=[Guard(self.token, open_calls)],
-            options=[
-                *_OPTIONS,
-                ("grpc.max_allowed_incoming_connections", options.max_connections),
-            ],
+            options=[*_OPTIONS, max_connections],
         )
         threads = {"": calls, f"{_HEALTH}Check": open_calls, _WATCH: watches}
         threads |= {f"/{service}/{method}": long_calls for method in long}
+        self._health = Health()
+        self._names = ("", service)
         handlers = Handlers(
             self._server,
             threads=threads,
@@ -427,12 +430,9 @@ class GrpcServer:
             idle=frozenset([_WATCH]),
         )
         add(handlers)
-        self._names = ("", service)
-        self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, handlers)
-        reflection.enable_server_reflection(
-            (service, _HEALTH.strip("/"), reflection.SERVICE_NAME), handlers
-        )
+        services = (service, _HEALTH.strip("/"), reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(services, handlers)
         self.certificates = None
         """The certificates of the server. None: connections are not encrypted."""
         if options.tls_cert is not None and options.tls_key is not None:

@@ -68,69 +68,12 @@ class Metrics:
     ) -> None:
         # imported here, because most servers report no metrics
         import prometheus_client as prometheus
-        from prometheus_client.core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-        )
 
         registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=registry)
         prometheus.PlatformCollector(registry=registry)
-
-        class CallCollector:
-            def collect(self) -> Iterator[Any]:
-                times: dict[str, dict[str, float]] = {}
-                seconds: dict[str, float] = {}
-                calls = CounterMetricFamily(
-                    "recstore_calls",
-                    "The number of calls by method and outcome.",
-                    labels=["method", "outcome"],
-                )
-                ids = CounterMetricFamily(
-                    "recstore_ids",
-                    "The number of ids by operation and table.",
-                    labels=["operation", "table"],
-                )
-                for kind, label, label_2, number in counts.numbers():
-                    if kind == "time":
-                        times.setdefault(label, {})[label_2] = number
-                    elif kind == "seconds":
-                        seconds[label] = number
-                    elif kind == "call":
-                        calls.add_metric([label, label_2], number)
-                    else:
-                        ids.add_metric([label, label_2], number)
-                spent = HistogramMetricFamily(
-                    "recstore_call_seconds",
-                    "The time of a call until its last reply.",
-                    labels=["method"],
-                )
-                for method, classes in times.items():
-                    numbers = [classes[str(i)] for i in range(len(_SECONDS))]
-                    numbers.append(classes[""])
-                    sums = itertools.accumulate(numbers)
-                    buckets = list(zip(_SECONDS_NAMES, sums, strict=True))
-                    spent.add_metric([method], buckets, seconds[method])
-                yield from (spent, calls, ids)
-
-        class TableCollector:
-            def collect(self) -> Iterator[Any]:
-                stats = {name: tables.stats(name) for name in tables.specs()}
-                for field in fields(TableStats):
-                    is_gauge = field.name in _GAUGES
-                    new_family = GaugeMetricFamily if is_gauge else CounterMetricFamily
-                    family = new_family(
-                        f"recstore_table_{field.name}",
-                        f"TableStats.{field.name}",
-                        labels=["table"],
-                    )
-                    for name, counts in stats.items():
-                        family.add_metric([name], getattr(counts, field.name))
-                    yield family
-
-        registry.register(CallCollector())
-        registry.register(TableCollector())
+        registry.register(_CallCollector(counts))
+        registry.register(_TableCollector(tables))
         self._registry = registry
         self._endpoint = MetricsEndpoint(registry, host.strip("[]"), port)
         self.port = self._endpoint.port
@@ -142,3 +85,72 @@ class Metrics:
     def close(self) -> None:
         """Stops listening."""
         self._endpoint.close()
+
+
+class _CallCollector:
+    """Reports the counts and times of calls to ``prometheus_client``."""
+
+    def __init__(self, counts: CallCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        calls = CounterMetricFamily(
+            "recstore_calls",
+            "The number of calls by method and outcome.",
+            labels=["method", "outcome"],
+        )
+        ids = CounterMetricFamily(
+            "recstore_ids",
+            "The number of ids by operation and table.",
+            labels=["operation", "table"],
+        )
+        times: dict[str, dict[str, float]] = {}
+        seconds: dict[str, float] = {}
+        for kind, label, label_2, number in self._counts.numbers():
+            if kind == "time":
+                times.setdefault(label, {})[label_2] = number
+            elif kind == "seconds":
+                seconds[label] = number
+            elif kind == "call":
+                calls.add_metric([label, label_2], number)
+            else:
+                ids.add_metric([label, label_2], number)
+        call_seconds = HistogramMetricFamily(
+            "recstore_call_seconds",
+            "The time of a call until its last reply.",
+            labels=["method"],
+        )
+        for method, classes in times.items():
+            numbers = [classes[str(i)] for i in range(len(_SECONDS))]
+            numbers.append(classes[""])
+            sums = itertools.accumulate(numbers)
+            buckets = list(zip(_SECONDS_NAMES, sums, strict=True))
+            call_seconds.add_metric([method], buckets, seconds[method])
+        yield call_seconds
+        yield calls
+        yield ids
+
+
+class _TableCollector:
+    """Reports all fields of ``TableStats`` to ``prometheus_client``."""
+
+    def __init__(self, tables: HostedTables) -> None:
+        self._tables = tables
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        stats = {name: self._tables.stats(name) for name in self._tables.specs()}
+        for field in fields(TableStats):
+            is_gauge = field.name in _GAUGES
+            new_family = GaugeMetricFamily if is_gauge else CounterMetricFamily
+            family = new_family(
+                f"recstore_table_{field.name}",
+                f"TableStats.{field.name}",
+                labels=["table"],
+            )
+            for name, table_stats in stats.items():
+                family.add_metric([name], getattr(table_stats, field.name))
+            yield family

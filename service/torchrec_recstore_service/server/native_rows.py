@@ -366,7 +366,7 @@ class NativeRows:
                 " memory"
             )
         if header.want != pb.PullHeader.ROWS:
-            reply = self._python.found(header, ids)
+            reply = self._python.existing_rows(header, ids)
             # protobuf makes them anew each time; _reply needs their memory
             has_row = reply.found
             rows = reply.rows

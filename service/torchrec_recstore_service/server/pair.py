@@ -489,15 +489,15 @@ class Pair(Native):
             self._connect(peer)
         with self._lock:
             assert self._record is not None
-            after = Record(self._address, (self._id, peer.server))
+            new_record = Record(self._address, (self._id, peer.server))
             is_backup = self.role is Role.SYNCED
-            if not is_backup or not self._lease.take(self._record, after):
+            if not is_backup or not self._lease.take(self._record, new_record):
                 self.invoke("lose")
                 raise CallRefusedError(
                     grpc.StatusCode.ABORTED,
                     "the backup could not be written into the record",
                 )
-            self._record = after
+            self._record = new_record
             self._state.forget_copy()
         self._say(f"{peer.address} is the backup")
 
@@ -555,11 +555,11 @@ class Pair(Native):
         """
         with self._lock:
             assert self._record is not None
-            after = Record(self._address, (self._id,))
-            if not self._lease.take(self._record, after, renews=True):
+            new_record = Record(self._address, (self._id,))
+            if not self._lease.take(self._record, new_record, renews=True):
                 self._depose()
                 return False
-            self._record = after
+            self._record = new_record
             if self.role in (Role.LOST, Role.SYNCED):
                 self._say(f"the backup is lost: {self.invoke('reason').decode()}")
                 self._set_role(Role.ALONE)
@@ -581,11 +581,11 @@ class Pair(Native):
         self._set_role(Role.STANDBY)
         self._forget_peer()
 
-    def _become_primary(self, before: Record | None, holder: str = "") -> bool:
+    def _become_primary(self, old_record: Record | None, holder: str = "") -> bool:
         """Takes the lease.
 
         Args:
-            before: The record, which must not have changed.
+            old_record: The record, which must not have changed.
             holder: The id of the server that gives the lease to this one. Default: "",
                 the lease is free.
 
@@ -593,15 +593,15 @@ class Pair(Native):
             Whether this server is the primary now.
         """
         begin = time.monotonic()
-        after = Record(self._address, (self._id,))
+        new_record = Record(self._address, (self._id,))
         self._note_start()
-        if not self._lease.take(before, after, holder):
+        if not self._lease.take(old_record, new_record, holder):
             return False
         self._secret = ""
         self._rows.set_backup(True, "")
         # what the last primary has sent is carried out
         with self._state.gate.exclusive():
-            self._record = after
+            self._record = new_record
             self._set_role(Role.ALONE)
         if not self._has_begun and not self._state.follows:
             self._state.begin()

@@ -121,7 +121,7 @@ class RowCalls:
                     row_bytes = specs[0].dim * value_dtype(specs[0].dtype).itemsize
                     part_ids = rows_a_part(row_bytes)
                 for begin in range(0, max(1, len(ids)), part_ids):
-                    reply = self.found(header, ids[begin : begin + part_ids])
+                    reply = self.existing_rows(header, ids[begin : begin + part_ids])
                     yield reply.SerializeToString()
 
     def parts(
@@ -243,7 +243,7 @@ class RowCalls:
             raise ValueError("a write of several tables must be an UPDATE")
         return self._specs(header)
 
-    def found(self, header: pb.PullHeader, ids: Tensor) -> pb.PullReply:
+    def existing_rows(self, header: pb.PullHeader, ids: Tensor) -> pb.PullReply:
         """Returns which of ``ids``, (N,) int64, have a row, and their rows if
         ``header.want`` says so.
         """
@@ -337,11 +337,11 @@ class RowCalls:
             ValueError: The arrays have more than the largest number of bytes, or of
                 ids.
         """
-        most = self._max_write_bytes
-        most_ids = most // BYTES_A_WRITTEN_ID
-        if size > most or ids_bytes > 8 * most_ids:
+        most_bytes = self._max_write_bytes
+        most_ids = most_bytes // BYTES_A_WRITTEN_ID
+        if size > most_bytes or ids_bytes > 8 * most_ids:
             raise ValueError(
-                f"a write may have at most {most_ids} ids and {most} bytes"
+                f"a write may have at most {most_ids} ids and {most_bytes} bytes"
                 " (--max-write): split it"
             )
 

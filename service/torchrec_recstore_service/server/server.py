@@ -348,7 +348,7 @@ def _status(method: str, error: Exception) -> Status:
         _log.error("%s failed", method, exc_info=error)
         details = f"{method} failed: {type(error).__name__}: {error}"
         return _new_status(grpc.StatusCode.INTERNAL, details)
-    code = next(code for known, code in _CODES.items() if issubclass(kind, known))
+    code = next(code for base, code in _CODES.items() if issubclass(kind, base))
     name = NO_INITIAL_ROW if isinstance(error, NoInitialRow) else kind.__name__
     return _new_status(code, str(error), name)
 

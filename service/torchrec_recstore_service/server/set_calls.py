@@ -666,7 +666,7 @@ class SetCalls:
             specs=specs,
             owned=owned_by(request.member, request.slots),
             path=directory.new_staging(save_id),
-            more={MANIFEST: manifest},
+            training_state={MANIFEST: manifest},
         ).result()
         directory.add_prepared(save)
         self._received.forget(save_id)
@@ -835,7 +835,7 @@ class SetCalls:
         )
         staging = directory.new_staging(save_id)
         self._rows_thread.submit(
-            self._tables.save, staging, more={MANIFEST: manifest}
+            self._tables.save, staging, training_state={MANIFEST: manifest}
         ).result()
         directory.add_prepared(request.save)
 

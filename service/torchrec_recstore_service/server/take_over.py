@@ -38,22 +38,22 @@ class TakeOver:
             return False
         return self._last_look - self._free_since >= FREE_S
 
-    def look(self, holder: str, record: Record | None, now: float) -> None:
+    def look(self, holder: str, record: Record | None, time_s: float) -> None:
         """Notes the state of the lease at a time.
 
         Args:
             holder: The id of the server that has the lease. Empty if it is free.
             record: The record beside the lease, if there is one.
-            now: The time in seconds, by ``time.monotonic()``.
+            time_s: The time in seconds, by ``time.monotonic()``.
         """
         if self._last_look is None:
             self._first_record = record
-        elif now - self._last_look > _LOST_SIGHT_S:
+        elif time_s - self._last_look > _LOST_SIGHT_S:
             self._free_since = None
-        self._last_look = now
+        self._last_look = time_s
         if record != self._first_record:
             self.has_ended = True
         if holder:
             self._free_since = None
         elif self._free_since is None:
-            self._free_since = now
+            self._free_since = time_s

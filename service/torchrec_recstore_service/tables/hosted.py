@@ -139,11 +139,11 @@ class HostedTables:
 
     def _create(self, name: str, spec: TableSpec) -> None:
         tables = self._by_name()
-        most = self._limits.max_tables
-        if most is not None and len(tables) >= most:
+        max_tables = self._limits.max_tables
+        if max_tables is not None and len(tables) >= max_tables:
             raise ValueError(
-                f"table {name!r} cannot be made: the server has {most} tables, the most"
-                " of --max-tables"
+                f"table {name!r} cannot be made: the server has {max_tables} tables,"
+                " the most of --max-tables"
             )
         self._check_counters(name, spec)
         hosted = Hosted(name, spec, _new_table(name, spec, self._limits))
@@ -156,11 +156,11 @@ class HostedTables:
             admission = held_options(table, table_spec, self._limits).admission
             if admission is not None:
                 size += admission.counter_bytes
-        most = self._limits.max_counter_bytes
-        if most is not None and size > most:
+        max_bytes = self._limits.max_counter_bytes
+        if max_bytes is not None and size > max_bytes:
             raise ValueError(
                 f"table {name!r} cannot be made: the counters of MinFrequency of all"
-                f" tables would take {size} bytes, and --max-counter-memory is {most}"
+                f" tables would take {size} bytes, and --max-counter-memory is {max_bytes}"
                 " bytes"
             )
 
@@ -377,7 +377,7 @@ class HostedTables:
         self,
         path: str | Path,
         overwrite: bool = False,
-        more: Mapping[str, Any] | None = None,
+        training_state: Mapping[str, Any] | None = None,
         begun: Callable[[], object] | None = None,
     ) -> None:
         """Saves all tables except temporary tables.
@@ -386,7 +386,7 @@ class HostedTables:
 
         The tables can be used during the save.
 
-        ``more`` are further values of the checkpoint's training state. ``begun`` is
+        ``training_state`` has further values of the checkpoint's training state. ``begun`` is
         called at that moment, while no call reads or changes a table.
 
         Raises:
@@ -402,7 +402,7 @@ class HostedTables:
                 with ExitStack() as snapshots:
                     shards = self._snapshots(saved, snapshots, begun)
                     specs = {name: hosted.spec for name, hosted in saved.items()}
-                    write_tables(shards, specs, destination, more)
+                    write_tables(shards, specs, destination, training_state)
             finally:
                 for hosted in saved.values():
                     if hosted.dropped:
@@ -463,7 +463,7 @@ class HostedTables:
         specs: Mapping[str, TableSpec],
         owned: Owned,
         path: Path,
-        more: Mapping[str, Any],
+        training_state: Mapping[str, Any],
     ) -> None:
         """Writes a checkpoint with some of the rows of another checkpoint.
 
@@ -474,7 +474,7 @@ class HostedTables:
             specs: The specification of each table of the new checkpoint, by table name.
             owned: A function that selects the ids of the new checkpoint.
             path: The path of the new checkpoint.
-            more: Further values of the training state of the new checkpoint.
+            training_state: Further values of the training state of the new checkpoint.
 
         Raises:
             CheckpointError, MemoryError, ColdStoreError: The rows cannot be read.
@@ -488,7 +488,7 @@ class HostedTables:
             }
             for name, table in loaded_tables([info], makers, owned).items():
                 part._by_name()[name] = Hosted(name, specs[name], table)
-            part.save(path, more=more)
+            part.save(path, training_state=training_state)
         finally:
             part.close()
 

@@ -38,7 +38,7 @@ def write_tables(
     shards: Sequence[SavedShard],
     specs: Mapping[str, TableSpec],
     destination: Destination,
-    more: Mapping[str, Any] | None = None,
+    training_state: Mapping[str, Any] | None = None,
 ) -> CheckpointInfo:
     """Writes a checkpoint from snapshots of tables, with low priority, while the tables
     stay in use.
@@ -47,7 +47,7 @@ def write_tables(
         shards: The snapshots, one shard for each table.
         specs: The specification of each table, by table name.
         destination: The destination of the checkpoint.
-        more: Further values of the training state. Default: None.
+        training_state: Further values of the training state. Default: None.
 
     Raises:
         OSError: A file cannot be written. Nothing new is left at the path of
@@ -72,7 +72,7 @@ def write_tables(
     state: dict[str, Any] = {
         _SPECS: {name: spec.to_json() for name, spec in specs.items()}
     }
-    state.update(more or {})
+    state.update(training_state or {})
     return finish(destination, info, encode(state, {}))
 
 

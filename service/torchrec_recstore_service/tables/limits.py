@@ -63,7 +63,8 @@ class Limits:
             admission=self.admission,
             cold_store=self.cold_store,
         )
-        if (reason := not_on_servers(options)) is not None:
+        reason = not_on_servers(options)
+        if reason is not None:
             raise ValueError(reason)
 
 

@@ -322,14 +322,14 @@ def state_of(state: pb.DescribeReply, states: Sequence[pb.DescribeReply] = ()) -
             return "is empty"
         return f"is in no set and has the save {state.at.name!r}"
     label = label_of(state)
-    in_same_epoch = [known for known in states if label_of(known) == label]
+    in_same_epoch = [server for server in states if label_of(server) == label]
     if _is_rolled_back(state, in_same_epoch):
         return (
             f"has older rows of epoch {state.epoch} than before: its data directory was"
             " rolled back, or is a copy"
         )
     # epochs of one number that several clients have begun differ by their tokens
-    tokens = {known.token for known in states if known.epoch == state.epoch}
+    tokens = {server.token for server in states if server.epoch == state.epoch}
     token = f" ({state.token[:8]})" if len(tokens - {""}) > 1 else ""
     if state.live:
         return f"is in epoch {state.epoch}{token}"

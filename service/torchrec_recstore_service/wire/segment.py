@@ -65,7 +65,8 @@ class Segment:
         Raises:
             ValueError: The arrays do not fit into the segment.
         """
-        arrays, end = [], 0
+        arrays = []
+        end = 0
         for size in sizes:
             arrays.append(self.bytes[end : end + size])
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
