@@ -46,7 +46,9 @@ def test_the_map_is_the_tree() -> None:
         for path in package.iterdir():
             is_module = path.suffix == ".py" and path.name != "__init__.py"
             is_room = path.is_dir() and not path.name.startswith("_")
-            assert path in places or not (is_module or is_room), f"{path} is not on the map"
+            assert path in places or not (is_module or is_room), (
+                f"{path} is not on the map"
+            )
     csrc = PACKAGES["torchrec_recstore"] / "csrc"
     assert {path for path in csrc.iterdir() if path.is_dir()} <= places
 
