@@ -62,8 +62,7 @@ class _OneOfProcess(type):
 
 
 class RecStoreClient(PlainClient, metaclass=_OneOfProcess):
-    """A client of named embedding tables, which are in this process or on parameter
-    servers.
+    """A client of named embedding tables in this process or on parameter servers.
 
     All calls of ``RecStoreClient()`` without servers return the same client, until it
     is closed. A call with servers makes a client of its own each time.
@@ -340,8 +339,7 @@ class RecStoreClient(PlainClient, metaclass=_OneOfProcess):
         self._servers = [address]
 
     def set_ps_backend(self, backend: str) -> None:
-        """Has no effect, and a warning says so: the client selects the transport
-        itself.
+        """Has no effect but a warning: the client selects the transport itself.
 
         Raises:
             TypeError: ``backend`` is not a str.

@@ -75,8 +75,7 @@ class Prefetches(Generic[_Result]):
 
 
 class Updates:
-    """Updates that run in one background thread, in the order in which they were
-    started.
+    """Updates that run in one background thread, in the order of their starts.
 
     A process that ends without a call of :meth:`close` finishes the updates, and warns
     of those that fail.
@@ -155,9 +154,7 @@ class Updates:
         return errors
 
     def warn_of_errors(self) -> None:
-        """Waits for all updates, as :meth:`close` does, and warns of those that have
-        failed.
-        """
+        """Closes the thread as :meth:`close` does, and warns of updates that have failed."""
         # a forked process has neither the thread nor usable locks
         if os.getpid() == self._process:
             for error in self.close():

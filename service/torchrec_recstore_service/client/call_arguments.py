@@ -43,8 +43,7 @@ def checked_name(name: object) -> str:
 
 
 def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Checks a shape and returns its two numbers: the expected number of rows, and the
-    dim.
+    """Checks a shape, and returns the expected number of rows and the dim.
 
     Raises:
         TypeError, ValueError: ``shape`` is not two positive ints.

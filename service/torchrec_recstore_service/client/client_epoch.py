@@ -33,9 +33,7 @@ class Runs:
 
 
 def writes_lost(error: ServerRestartedError) -> ServerRestartedError:
-    """Returns the error of a client whose writes may be lost, for the error of a
-    server.
-    """
+    """Returns the error of a client whose writes may be lost."""
     return ServerRestartedError(
         f"{error}; this client's writes since its last save are lost: load a save, or"
         " continue with a new client"
@@ -118,9 +116,7 @@ class ClientEpoch:
         return self._find_after(label, table)
 
     def begin(self, runs: Runs, saved: int) -> None:
-        """Sets the epoch that this client has begun, and the number of its last write
-        before.
-        """
+        """Sets the epoch that this client has begun after its write ``saved``."""
         with self._lock:
             self.runs = runs
             self._saved = max(self._saved, saved)

@@ -1,5 +1,4 @@
-"""The connection to one parameter server: calls with a deadline, which are repeated if
-that is safe.
+"""The connection to one parameter server, which repeats calls where that is safe.
 
 Tests: tests/service/test_connections.py and test_faults.py.
 """
@@ -521,9 +520,7 @@ class _Failures:
 
 
 class Side:
-    """The channel and the connections for rows to one server: the only one, or one of a
-    pair.
-    """
+    """The channel and the connections for rows to one server, which may be one of a pair."""
 
     def __init__(
         self, address: str, access: Access, context: ssl.SSLContext | None

@@ -16,8 +16,7 @@ _DTYPES = {"frequency": torch.int64, "last_step": torch.int64}
 
 
 def top_rows_of_servers(servers: ServerSet, table: str, by: By, count: int) -> TopRows:
-    """Returns the rows with the largest values among those of all servers, without
-    quantiles.
+    """Returns the rows of all servers with the largest values, without quantiles.
 
     See :func:`top_rows`.
 

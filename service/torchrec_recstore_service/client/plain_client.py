@@ -441,9 +441,7 @@ class PlainClient:
         return RemoteSequenceGroup(tables)
 
     def delete(self, name: str, ids: Tensor) -> int:
-        """Deletes the rows of ``ids``, (N,) of integers, and returns the number of rows
-        that existed.
-        """
+        """Deletes the rows of ``ids``, (N,) of integers, and returns their number."""
         tables = self._open()
         self.spec(name)  # raises an error for an unknown table
         return tables.delete(name, checked_ids(name, ids))
@@ -492,9 +490,7 @@ class PlainClient:
         return self._access["tls_ca"] is not None
 
     def dtypes(self) -> set[torch.dtype]:
-        """Returns the dtypes of the rows of the tables that this client has used so
-        far.
-        """
+        """Returns the dtypes of the rows of the tables that this client has used."""
         return {value_dtype(spec.dtype) for spec in self._specs.values()}
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -650,9 +646,7 @@ class PlainClient:
         )
 
     def _prefetch(self, reads: Sequence[TableRead]) -> int:
-        """Starts reads in another thread and returns a handle for
-        :meth:`wait_for_prefetch`.
-        """
+        """Starts reads in another thread, and returns their handle."""
         return self._prefetches.start(
             lambda: [_Prefetched(request, request.read()) for request in reads]
         )

@@ -155,9 +155,7 @@ class _Workspace:
         counts: Sequence[int],
         distinct: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Returns the sum of the gradients of each distinct id of each table, (n, dim)
-        float32.
-        """
+        """Returns the sums of gradients: for each table, (n, dim) float32."""
         id_counts = [ids.shape[0] for ids in distinct]
         sizes = [n * table.dim for n, table in zip(id_counts, self.tables, strict=True)]
         all_sums = torch.zeros(sum(sizes))
@@ -183,8 +181,7 @@ class _Workspace:
 
 
 class _Pass(bytearray):
-    """A training lookup, from its forward until its backward has run or its graph has
-    been freed.
+    """A training lookup until its backward has run or its graph has been freed.
 
     The context of the lookup is a tensor in the memory of this object, so that it lives
     as long as the context.
@@ -248,9 +245,7 @@ class _Prefetched:
 
 
 class _Updates:
-    """The updates that a group has sent: at most ``staleness`` of them are in
-    progress.
-    """
+    """The updates of a group, of which at most ``staleness`` are in progress."""
 
     def __init__(self, tables: Sequence[ClientTable]) -> None:
         self._tables = tables
@@ -466,8 +461,7 @@ class RemoteGroup(TableGroup):
         return self._shape_of.output_shape(offsets, counts)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Requests the rows of a coming batch, in another thread, for its training
-        lookup.
+        """Requests the rows of a coming training lookup in another thread.
 
         The lookup of the same ids waits for these rows, and reads the rows again that
         this group has updated since. The group keeps the four newest batches. If the
@@ -577,9 +571,7 @@ class RemoteGroup(TableGroup):
         raise NotImplementedError
 
     def _prefetch_counts(self, counts: Sequence[int]) -> Sequence[int]:
-        """Returns the number of ids of each table for the ``counts`` of
-        :meth:`prefetch`.
-        """
+        """Returns the number of ids of each table in a batch that is prefetched."""
         raise NotImplementedError
 
 

@@ -1,5 +1,4 @@
-"""The port of a server for rows: where clients reach it, and what they report if they
-cannot.
+"""The port of a server for rows, as clients reach it or report that they cannot.
 
 Tests: tests/service/test_ports.py.
 """
@@ -51,8 +50,7 @@ class RowPort:
         self._has_warned = False
 
     def connect(self, offer: pb.AttachReply) -> TcpConnection | None:
-        """Makes a connection to the server that has made the offer, and to no other
-        server.
+        """Makes a connection to the server of an offer, and to no other server.
 
         The first failure is logged as a warning, because all later calls on rows are
         slow.
@@ -81,8 +79,7 @@ class RowPort:
         raise OSError(reason)
 
     def address(self, offer: pb.AttachReply) -> str | None:
-        """Returns the address for rows by which other programs reach the server of an
-        offer.
+        """Returns the address at which other programs reach the port of an offer.
 
         This is the one that the server advertises. If it advertises a port without a
         host, and is not reached by this port on the host of the client's own address,

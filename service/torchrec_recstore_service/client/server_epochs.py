@@ -101,9 +101,7 @@ class ServerEpochs:
         return self._call_all(lambda connection: connection.describe(table))
 
     def describe_reachable(self) -> list[pb.DescribeReply | ServiceError]:
-        """Returns the state of each server, or the error of a server that cannot be
-        reached.
-        """
+        """Returns the state of each server, or the error why it cannot be reached."""
 
         def describe(connection: Connection) -> pb.DescribeReply | ServiceError:
             try:
@@ -267,8 +265,7 @@ class ServerEpochs:
     def _begin(
         self, table: str, plan: Callable[[list[pb.DescribeReply]], Begin]
     ) -> Runs:
-        """Begins an epoch on the servers that are not in it, and resumes those that
-        wait.
+        """Begins an epoch where it has not begun, and resumes servers that wait.
 
         Returns their runs.
         """

@@ -1,6 +1,4 @@
-"""Reads and writes of rows by shared memory, in the client: see SegmentRequest in
-recstore.proto.
-"""
+"""Calls on rows by shared memory: see SegmentRequest in recstore.proto."""
 
 from __future__ import annotations
 
@@ -205,9 +203,7 @@ class SharedMemoryConnection:
 
 
 def shared_memory(offer: pb.AttachReply) -> SharedMemoryConnection | None:
-    """Makes a connection by shared memory, if the server offers one and this system has
-    it.
-    """
+    """Makes a connection by shared memory, if the server and this system have it."""
     return SharedMemoryConnection(offer) if offer.socket and is_available() else None
 
 

@@ -1,5 +1,4 @@
-"""Reads and writes of rows by TCP, in the client: see "Calls on rows by TCP" in
-recstore.proto.
+"""The client of "Calls on rows by TCP" in recstore.proto.
 
 Tests: tests/service/test_native_rows.py.
 """

@@ -83,8 +83,7 @@ class AppliedRequests(Native):
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Returns a context for a change without a number. :meth:`close` waits for its
-        end.
+        """Returns a context for a change without a number, for which :meth:`close` waits.
 
         Raises:
             ServerStoppingError: :meth:`close` has been called.

@@ -49,9 +49,7 @@ class Call:
         self._since = time.monotonic()
 
     def go_on(self, moved: int) -> None:
-        """Notes that the thread does not wait any more, and how many bytes have been
-        transferred.
-        """
+        """Notes that the thread goes on after a transfer of ``moved`` bytes."""
         self._late_s = max(0.0, self.late_s - moved / BYTES_PER_S)
         self._since = None
 
@@ -206,9 +204,7 @@ class CallThreads(ThreadPoolExecutor):
 
     @contextmanager
     def place(self, call: Call) -> Iterator[None]:
-        """Returns a context in which a call has this thread, and may be ended if its
-        client is slow.
-        """
+        """Returns a context in which a call has this thread until it is ended as late."""
         with self._condition:
             self._running.add(call)
         try:

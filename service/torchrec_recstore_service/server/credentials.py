@@ -1,5 +1,4 @@
-"""The token and the certificates of a server, which are read again when their files
-change.
+"""The token and the certificates of a server, which follow their files.
 
 Tests: tests/service/test_access.py.
 """

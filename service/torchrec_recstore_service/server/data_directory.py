@@ -57,8 +57,7 @@ MANIFEST = "save"  # key in the training state of a save: its manifest
 
 @dataclass(frozen=True)
 class Membership:
-    """The place of a server in its set, and the last epoch in which the server has
-    been.
+    """The place of a server in its set, and its last epoch.
 
     Args:
         set: The identity of the set.
@@ -201,9 +200,7 @@ class DataDirectory:
 
     @property
     def prepared(self) -> list[pb.Saved]:
-        """The saves that were prepared and do not count yet, in the order in which they
-        were begun.
-        """
+        """The saves that were prepared and do not count yet, in the order of their numbers."""
         return sorted(self._prepared.values(), key=lambda saved: saved.number)
 
     @property
@@ -356,9 +353,7 @@ class DataDirectory:
 
 
 def membership_of(document: Mapping[str, Any]) -> Membership:
-    """Returns the place in a set of a JSON object with the fields of
-    :class:`Membership`.
-    """
+    """Returns the :class:`Membership` of a JSON object with its fields."""
     values = dict(document)
     for field in ("slots", "runs", "earlier"):
         values[field] = tuple(document[field])

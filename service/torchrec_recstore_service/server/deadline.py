@@ -23,9 +23,7 @@ class Deadline:
         self._timer: threading.Timer | None = None
 
     def begin(self, action: Callable[[], object]) -> None:
-        """Calls ``action`` after the time, and not what an earlier call of this method
-        was to call.
-        """
+        """Calls ``action`` after the time, in place of an earlier action."""
         self.cancel()
         self._timer = threading.Timer(self._seconds, action)
         self._timer.name = self._name

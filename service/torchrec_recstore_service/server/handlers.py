@@ -55,9 +55,7 @@ class Handlers:
         self._idle = idle
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Adds nothing: generated code adds the same handlers as registered handlers,
-        too.
-        """
+        """Adds nothing, because generated code also adds registered handlers."""
 
     def add_registered_method_handlers(
         self, service: str, handlers: Mapping[str, Any]

@@ -97,9 +97,7 @@ class Lease:
         self._take = self._client.register_script(_TAKE)
 
     def read(self) -> tuple[str, Record | None]:
-        """Returns the holder of the lease, or "" if it is free, and the record, or None
-        if there is none.
-        """
+        """Returns the holder of the lease, "" if it is free, and the record if there is one."""
         holder, text = self._client.mget(self._keys)
         holder = (holder or b"").decode()
         if text is None:

@@ -1,5 +1,4 @@
-"""Addresses on which servers listen, and who may call the servers: TLS, tokens, health
-checks.
+"""The addresses of servers, and who may call them: TLS, tokens, health checks.
 
 Tests: tests/service/test_access.py and tests/service/tables/test_limits.py.
 """
@@ -464,9 +463,7 @@ class GrpcServer:
             self._health.set(name, status)
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
-        """Returns a description and a function of each number for the metrics, by its
-        name.
-        """
+        """Returns a description and a function of each number for the metrics."""
         calls, _, watches, _ = self._threads
         port = int(self.address.rpartition(":")[2])
         connections = "The number of connections. Linux only."

@@ -50,8 +50,7 @@ def add_gauges(registry: Any, numbers: Numbers) -> None:
 
 
 class Metrics:
-    """An HTTP endpoint for Prometheus with counts and times of calls and all fields of
-    ``TableStats``.
+    """An HTTP endpoint for Prometheus: counts and times of calls, and ``TableStats``.
 
     Args:
         tables: The tables whose statistics are reported.

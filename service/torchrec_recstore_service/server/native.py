@@ -1,5 +1,4 @@
-"""The native library of the server, which answers calls on rows without Python:
-csrc/library.cpp.
+"""The native library that answers calls on rows without Python: csrc/library.cpp.
 
 Tests: tests/service/test_applied.py and test_native_rows.py.
 """
@@ -281,9 +280,7 @@ class RunGate(Native):
         self.invoke("set_run", label.encode())
 
     def set_end(self, in_seconds: float) -> None:
-        """Sets the time in seconds from now at which the server stops to answer calls
-        on tables.
-        """
+        """Sets in how many seconds the server stops to answer calls on tables."""
         self.invoke("set_end", in_seconds)
 
     @property

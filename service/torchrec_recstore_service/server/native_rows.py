@@ -208,9 +208,7 @@ class NativeRows:
 
     @property
     def libssl(self) -> str:
-        """The path of the libssl that Python itself uses, or "" if that is a part of
-        Python.
-        """
+        """The path of Python's libssl, or "" if that is a part of Python."""
         return _libssl()
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
@@ -435,9 +433,7 @@ def _path_bytes(path: Path | None) -> bytes:
 
 
 def _libssl() -> str:
-    """Returns the path of the libssl that Python itself uses, or "" if that is a part
-    of Python.
-    """
+    """Returns the path of Python's libssl, or "" if that is a part of Python."""
     assert ssl.OPENSSL_VERSION  # the library is mapped, because Python has loaded it
     with open("/proc/self/maps") as maps:
         return next((line.split()[-1] for line in maps if "/libssl" in line), "")

@@ -295,8 +295,7 @@ class Pair(Native):
     # Calls of clients and of the primary.
 
     def check_call(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
-        """Checks that the server answers a call: that of a client if it is the primary,
-        or that of the primary.
+        """Checks that the server answers a call of a client or of the primary.
 
         Raises:
             CallRefusedError: It does not.
@@ -412,9 +411,7 @@ class Pair(Native):
             self.repeat("Replicate", request)
 
     def tables_changed(self, method: str, request: Any) -> None:
-        """Repeats the creation or the deletion of a table, in whose turn no write is
-        carried out.
-        """
+        """Repeats the creation or the deletion of a table on the backup."""
         self._end_joining()
         self.repeat(method, request)
 
@@ -502,9 +499,7 @@ class Pair(Native):
         self._say(f"{peer.address} is the backup")
 
     def _connect(self, peer: Peer) -> None:
-        """Calls ``Replica::follow`` with the first address for rows at which the peer
-        answers.
-        """
+        """Calls ``Replica::follow`` with the first address at which the peer answers."""
         ca = self._options.tls_ca
         library = self._rows.libssl if ca else ""
         cert, key = self._certificate_files if ca else (None, None)
@@ -768,9 +763,7 @@ class Pair(Native):
         return f"no rows, because {path} has no save"
 
     def _may_begin(self, record: Record | None) -> bool:
-        """Returns whether this server may become the primary with the rows that it has
-        started with.
-        """
+        """Returns whether this server may become the primary with the rows of its start."""
         if self._taking_over is not None and self._taking_over.counts:
             self._say(
                 f"--take-over: this server begins with {self._rows_of_start()}. All"
@@ -798,9 +791,7 @@ class Pair(Native):
         return bool(set(starts) & set(record.in_sync))
 
     def _starts(self) -> list[str]:
-        """Returns the last starts of a server on this data directory in which it had
-        all rows.
-        """
+        """Returns the last starts on this data directory with all rows."""
         try:
             starts: list[str] = json.loads(self._file.read_text())["starts"]
             return starts

@@ -54,8 +54,7 @@ class ReceivedFiles:
         """The size in bytes of the files."""
 
     def write(self, save_id: SaveId, request: pb.WriteFileRequest) -> None:
-        """Writes a piece of a file of the save, at its end or where another piece is
-        already.
+        """Writes a piece of a file of the save, at its end or over another piece.
 
         Raises:
             CallRefusedError: The server receives the files of another save.

@@ -107,9 +107,7 @@ class Reservations:
 
     @contextmanager
     def preparing(self, saved: pb.Saved) -> Iterator[bool]:
-        """Returns a context in which a save keeps its turn, and whether it has its
-        turn.
-        """
+        """Returns a context in which a save keeps its turn, if it has it."""
         with self._changed:
             turn = self._turn
             if turn is None or turn.id != saved.id or turn.number != saved.number:

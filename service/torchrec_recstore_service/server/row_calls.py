@@ -330,8 +330,7 @@ class RowCalls:
         return self._once(header, arrays, from_primary, action)
 
     def _check_size(self, size: int, ids_bytes: int) -> None:
-        """Checks the size of a write, because other calls on the table wait while it is
-        carried out.
+        """Checks the size of a write, because other calls on the table wait for it.
 
         Raises:
             ValueError: The arrays have more than the largest number of bytes, or of

@@ -15,9 +15,7 @@ _SAVE_ID = re.compile(r"[0-9A-Za-z]{1,64}")
 
 
 class SaveId(FileName):
-    """The id of a save, which all parts of the save have: 1 to 64 letters and digits of
-    ASCII.
-    """
+    """The id of a save, which all of its parts have: 1 to 64 letters and digits."""
 
     __slots__ = ()
     description: ClassVar[str] = "the id of a save"
@@ -33,8 +31,7 @@ class SaveId(FileName):
 
 
 class SaveName(FileName):
-    """The name of a save, which is the name of its directory in a server's data
-    directory.
+    """The name of a save, and of its directory in a server's data directory.
 
     It does not begin with a dot, and it is not the name of a file of the server. It has
     at most 200 bytes, because hidden names that are made of it are longer.

@@ -1,6 +1,4 @@
-"""The gRPC methods of the parameter server, which call the tables and turn errors into
-gRPC statuses.
-"""
+"""The gRPC methods of the parameter server, and the statuses of their errors."""
 
 from __future__ import annotations
 

@@ -180,9 +180,7 @@ class SetCalls:
         return self._received.bytes
 
     def stop(self) -> None:
-        """Waits for saves and loads, and saves all tables for the next server on the
-        same directory.
-        """
+        """Waits for saves and loads, and saves all tables for the next start."""
         with self._saving:
             with self._changing:  # a run cannot begin any more
                 member = self._directory.membership
@@ -317,9 +315,7 @@ class SetCalls:
             self._pair.tables_changed(method, request)
 
     def place(self) -> dict[str, Any]:
-        """Returns the place of the server in its set, and its run, as JSON, for its
-        backup.
-        """
+        """Returns the place of the server in its set and its run, for its backup."""
         member = self._directory.membership
         return {
             "member": None if member is None else asdict(member),

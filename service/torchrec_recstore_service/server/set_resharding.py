@@ -84,9 +84,7 @@ def _as_whole(specs: Mapping[str, TableSpec]) -> dict[str, TableSpec]:
 
 
 def owned_by(member: int, slots: Sequence[int]) -> Owned:
-    """Returns the function that says which ids, (N,) int64, belong to a server: (N,)
-    bool.
-    """
+    """Returns a function that selects the ids, (N,) int64, of a server: (N,) bool."""
     is_owned = torch.tensor(slots) == member
 
     def owned(ids: Tensor) -> Tensor:

@@ -50,9 +50,7 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class Loaded:
-    """Tables that have been read from a checkpoint, and have not replaced those of the
-    process yet.
-    """
+    """Tables that have been read from a checkpoint, before they replace others."""
 
     specs: dict[str, TableSpec]
     tables: dict[str, Table]
@@ -577,9 +575,7 @@ class HostedTables:
         snapshots: ExitStack,
         begun: Callable[[], object] | None,
     ) -> list[SavedShard]:
-        """Opens snapshots of all tables at one moment, while no call reads or changes
-        any of the tables.
-        """
+        """Opens snapshots of all tables at one moment, while no call uses a table."""
         with ExitStack() as locks:
             locks.enter_context(self.alone())
             # locks of several tables are taken in the order of their names

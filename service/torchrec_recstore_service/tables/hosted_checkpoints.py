@@ -159,8 +159,7 @@ class LoadedSource:
 def sources(
     info: CheckpointInfo, warm: WarmStart, present: Iterable[str]
 ) -> dict[str, LoadedSource]:
-    """Returns the tables of a checkpoint that are loaded, by their names in the
-    process.
+    """Returns the tables that are loaded, by their names in the process.
 
     Args:
         info: The metadata of the checkpoint.

@@ -1,5 +1,4 @@
-"""Makes initial rows with a function of the user: of a whole table at once, or of each
-id.
+"""Makes initial rows with a function of the user: of a table at once, or by id.
 
 Tests: tests/service/test_recstore_client.py, tests/service/test_seed_calls.py.
 """
@@ -79,14 +78,11 @@ class WholeTable:
         """
 
     def makes(self, ids: Tensor) -> Tensor:
-        """Returns (n,) bool, True for the ``ids``, (n,) int64, that have an initial
-        row.
-        """
+        """Returns which ``ids``, (n,) int64, have an initial row: (n,) bool."""
         return (ids >= self._first) & (ids <= self._last)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Returns the initial rows of ``ids``, (n,) int64, as (n, dim) in the table's
-        dtype.
+        """Returns the initial rows of ``ids``, (n,) int64: (n, dim) in the table's dtype.
 
         Raises:
             ValueError: An id is not in the table's shape.
@@ -149,9 +145,7 @@ class RowByRow:
         return torch.ones(len(ids), dtype=torch.bool)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Returns the initial rows of ``ids``, (n,) int64, as (n, dim) in the table's
-        dtype.
-        """
+        """Returns the initial rows of ``ids``, (n,) int64: (n, dim) in the table's dtype."""
         # not on torch's default device
         rows = torch.empty(len(ids), self._dim, dtype=self._dtype, device="cpu")
         shape = (1, self._dim)

@@ -1,3 +1,1 @@
-"""What clients and servers send each other: messages, tables, and the agreement of a
-set of servers.
-"""
+"""The protocol of clients and servers, and how a set of servers agrees."""

@@ -10,8 +10,7 @@ from torchrec_recstore_service.wire import recstore_pb2 as pb
 
 
 def rows_addresses(address: str, offer: pb.AttachReply) -> list[str]:
-    """Returns the addresses at which a server may take calls on rows, ``host:port``,
-    best first.
+    """Returns the addresses, best first, at which a server may take calls on rows.
 
     A server behind a mapping of ports advertises an address. Clients on its own network
     may reach only the port that the server listens on.

@@ -1,6 +1,4 @@
-"""What several servers have to agree on: which set they are, in which epoch, and which
-saves they all have.
-"""
+"""How several servers agree on their set, their epoch and their saves."""
 
 from __future__ import annotations
 
@@ -185,9 +183,7 @@ def _can_join(
 def _can_begin_together(
     states: Sequence[pb.DescribeReply], last_epoch: int, save: pb.Saved
 ) -> bool:
-    """Returns whether servers that were all killed in one epoch can begin the next one
-    with a save.
-    """
+    """Returns whether servers that were all killed can begin an epoch with a save."""
     for state in states:
         if _has_rows(state) or state.epoch != last_epoch:
             return False
@@ -286,9 +282,7 @@ def to_reshard(
 
 
 def complete_saves(states: Sequence[pb.DescribeReply]) -> list[pb.Saved]:
-    """Returns the saves that count on a server and that all servers have, in the order
-    in which they were made.
-    """
+    """Returns the saves that all servers have and that count, in their order."""
     ids_on_all = set.intersection(*map(_ids_of_saves, states))
     saves = {}
     for state in states:

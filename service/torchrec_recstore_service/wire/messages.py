@@ -24,8 +24,7 @@ _address.argtypes = [ctypes.py_object]
 def new_message(
     arrays: Sequence[tuple[int, int]], header: bytes = b""
 ) -> tuple[bytes, list[Tensor]]:
-    """Makes a message whose arrays the caller fills before anything else uses the
-    message.
+    """Makes a message whose arrays the caller fills before it uses the message.
 
     Args:
         arrays: The number of the field and the size in bytes of each array.
@@ -85,8 +84,7 @@ def _varint(number: int, width: int) -> bytes:
 
 
 def fields(message: bytes) -> dict[int, Tensor]:
-    """Returns the memory of each field of a message, (size,) uint8, by the number of
-    the field.
+    """Returns the memory of each field, (size,) uint8, by the number of the field.
 
     It must not be changed.
 

@@ -166,9 +166,7 @@ def token_value(token: str) -> str:
 
 
 def rows_a_part(row_bytes: int) -> int:
-    """Returns the number of rows in one part of a stream, for rows of ``row_bytes``
-    bytes.
-    """
+    """Returns the number of rows of ``row_bytes`` bytes in one part of a stream."""
     return max(1, min(PART_IDS, PART_BYTES // max(1, row_bytes)))
 
 

@@ -1,5 +1,4 @@
-"""Typed wrappers of the native ops that read, update and carry the rows of tables by
-name.
+"""Typed wrappers of the native ops on the rows of tables by name.
 
 The core has the ops and their fake versions, because its library registers them.
 

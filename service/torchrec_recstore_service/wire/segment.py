@@ -1,5 +1,4 @@
-"""The memory that a server and a client on one host share, and the arrays of a call in
-it.
+"""The memory that a server and a client on one host share.
 
 Tests: tests/service/test_shared_memory.py.
 """

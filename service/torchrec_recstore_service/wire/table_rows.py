@@ -1,5 +1,4 @@
-"""The rows of one or several tables that one call reads or writes, and the order in
-which they travel.
+"""The rows of tables that one call reads or writes, and the order of their bytes.
 
 Tests: tests/service/test_several_tables.py.
 """
