@@ -524,7 +524,7 @@ def test_calls_see_updates_whose_gradients_are_on_their_way(
 ) -> None:
     tables = HostedTables()
     tables.create("t", spec())
-    table = tables.whole("t", lambda table: table)
+    table = tables.call_without_lock("t", lambda table: table)
     ops.waiting_updates.append(lambda: table.update(ids(1, 3), ones(2)))
     call(tables)
     assert not ops.waiting_updates
