@@ -250,7 +250,9 @@ class RecStoreClient(PlainClient, metaclass=_OneOfProcess):
         return spec.dtype, (0 if expected_rows is None else expected_rows, spec.dim)
 
     def prefetch(  # type: ignore[override]  # the two arguments in either order
-        self, ids: Tensor | str, name: str | Tensor | None = None
+        self,
+        ids: Tensor | str,
+        name: str | Tensor | None = None,
     ) -> int:
         """Starts a :meth:`pull` in another thread.
 
@@ -359,7 +361,10 @@ class RecStoreClient(PlainClient, metaclass=_OneOfProcess):
         super().close()
 
     def _check_same(
-        self, library_path: object = None, role: str = "default", **access: object
+        self,
+        library_path: object = None,
+        role: str = "default",
+        **access: object,
     ) -> None:
         """Checks the arguments of a call that returns this client, which was made with
         other ones perhaps.
@@ -424,7 +429,9 @@ def get_kv_client() -> RecStoreClient:
 
 
 def split_by_range(
-    ids: object, ranges: Mapping[str, range], dims: Mapping[str, int]
+    ids: object,
+    ranges: Mapping[str, range],
+    dims: Mapping[str, int],
 ) -> list[tuple[str, Tensor, Tensor]]:
     """Splits the ids of a read without a table's name.
 
@@ -475,7 +482,9 @@ def split_by_range(
 
 
 def _policy_and_init_func(
-    name: str, part_policy: object, init_func: object
+    name: str,
+    part_policy: object,
+    init_func: object,
 ) -> tuple[object, Any]:
     """Returns ``part_policy`` and ``init_func``.
 

@@ -82,7 +82,9 @@ class RocksDBColdStore:
         leave_to_parent(self)
         try:
             self._directory: RunDirectory | None = RunDirectory(
-                options.path, escaped_name(name), new_run()
+                options.path,
+                escaped_name(name),
+                new_run(),
             )
         except OSError as error:
             raise ColdStoreError(
@@ -289,7 +291,10 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
     """An iterator over the rows of a snapshot of a RocksDB database."""
 
     def __init__(
-        self, snapshot: rocksdict.Snapshot, row_bytes: int, store: str
+        self,
+        snapshot: rocksdict.Snapshot,
+        row_bytes: int,
+        store: str,
     ) -> None:
         options = rocksdict.ReadOptions()
         options.set_readahead_size(2**20)

@@ -63,7 +63,10 @@ def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def check_makers(
-    name: str, init_func: object, row_func: object, options: TableOptions
+    name: str,
+    init_func: object,
+    row_func: object,
+    options: TableOptions,
 ) -> None:
     """Checks the functions that make initial rows.
 
@@ -124,7 +127,11 @@ def checked_ids(name: str, ids: object) -> Tensor:
 
 
 def checked_rows(
-    name: str, argument: str, rows: object, ids: Tensor, spec: TableSpec
+    name: str,
+    argument: str,
+    rows: object,
+    ids: Tensor,
+    spec: TableSpec,
 ) -> Tensor:
     """Checks the rows of ``ids`` and returns them as a contiguous tensor on the CPU.
 

@@ -85,7 +85,10 @@ class Connection:
     """
 
     def __init__(
-        self, address: str, access: Access, epoch: ClientEpoch | None = None
+        self,
+        address: str,
+        access: Access,
+        epoch: ClientEpoch | None = None,
     ) -> None:
         self.address = address
         self._access = access
@@ -157,7 +160,10 @@ class Connection:
             raise self._unfit(call.label)
 
     def existing_rows(
-        self, table: str, ids: Tensor, row_bytes: int
+        self,
+        table: str,
+        ids: Tensor,
+        row_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         """Reads the rows of the ids that have one.
 
@@ -230,7 +236,9 @@ class Connection:
         def attempt(run: str, left_s: float) -> Tensor:
             request = pb.IdsRequest(table=table, epoch=run)
             replies = self._side.stub.Ids(
-                request, timeout=left_s, metadata=self._side.metadata
+                request,
+                timeout=left_s,
+                metadata=self._side.metadata,
             )
             return from_bytes([reply.ids for reply in replies], torch.int64)
 
@@ -246,13 +254,23 @@ class Connection:
         return self._in_epoch(table, attempt)
 
     def look(
-        self, table: str, by: str, count: int, row: bytes = b"", but: int = 0
+        self,
+        table: str,
+        by: str,
+        count: int,
+        row: bytes = b"",
+        but: int = 0,
     ) -> pb.LookReply:
         """Looks through all rows of a table. See ``LookRequest``."""
 
         def attempt(run: str, left_s: float) -> pb.LookReply:
             request = pb.LookRequest(
-                table=table, epoch=run, by=by, count=count, row=row, but=but
+                table=table,
+                epoch=run,
+                by=by,
+                count=count,
+                row=row,
+                but=but,
             )
             reply: pb.LookReply = self._unary("Look", request, left_s)
             return reply
@@ -291,7 +309,10 @@ class Connection:
         return reply
 
     def read_file(
-        self, save: pb.Saved, file: str = "", offset: int = 0
+        self,
+        save: pb.Saved,
+        file: str = "",
+        offset: int = 0,
     ) -> pb.ReadFileReply:
         """Reads a piece of a file of a save, or the names of its files."""
         request = pb.ReadFileRequest(save=save, file=file, offset=offset)
@@ -523,7 +544,10 @@ class Side:
     """The channel and the connections for rows to one server, which may be one of a pair."""
 
     def __init__(
-        self, address: str, access: Access, context: ssl.SSLContext | None
+        self,
+        address: str,
+        access: Access,
+        context: ssl.SSLContext | None,
     ) -> None:
         self.address = address
         self._channel = channel_of(address, access)

@@ -39,7 +39,11 @@ def top_rows_of_servers(servers: ServerSet, table: str, by: By, count: int) -> T
 
 
 def neighbours_on_servers(
-    servers: ServerSet, id: int, table: str, metric: Metric, count: int
+    servers: ServerSet,
+    id: int,
+    table: str,
+    metric: Metric,
+    count: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns the rows of all servers that are nearest to the row of an id.
 

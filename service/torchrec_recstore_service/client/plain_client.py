@@ -431,7 +431,10 @@ class PlainClient:
         )
 
     def pooled_group(
-        self, tables: Sequence[ClientTable], feature_tables: Sequence[int], pooling: Any
+        self,
+        tables: Sequence[ClientTable],
+        feature_tables: Sequence[int],
+        pooling: Any,
     ) -> RemotePooledGroup:
         """Returns a group that pools rows of tables of this client."""
         return RemotePooledGroup(tables, feature_tables, pooling)
@@ -624,7 +627,10 @@ class PlainClient:
             raise errors[0]
 
     def _table_read(
-        self, name: str, ids: object, positions: Tensor | None = None
+        self,
+        name: str,
+        ids: object,
+        positions: Tensor | None = None,
     ) -> TableRead:
         """Checks ``ids`` and returns a read of their rows, for any thread."""
         tables = self._open()

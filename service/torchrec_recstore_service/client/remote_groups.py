@@ -145,7 +145,9 @@ class _Workspace:
             n = table_rows.shape[0]
             if n:
                 ops.table_insert(
-                    table.handle, self._first_numbers(n), table_rows.float()
+                    table.handle,
+                    self._first_numbers(n),
+                    table_rows.float(),
                 )
 
     def sums(
@@ -384,7 +386,10 @@ class RemoteGroup(TableGroup):
         )
         pass_.workspace.write(rows)
         out, pass_.context = pass_.workspace.group.training_lookup(
-            batch.places, offsets, counts, weights
+            batch.places,
+            offsets,
+            counts,
+            weights,
         )
         context = torch.frombuffer(pass_, dtype=torch.int64)
         context[0] = pass_.number
@@ -445,7 +450,10 @@ class RemoteGroup(TableGroup):
         try:
             workspace.write(rows)
             return workspace.group.evaluation_lookup(
-                batch.places, offsets, counts, weights
+                batch.places,
+                offsets,
+                counts,
+                weights,
             )
         finally:
             self._free.append(workspace)
@@ -455,7 +463,9 @@ class RemoteGroup(TableGroup):
         self._updates.wait()
 
     def output_shape(
-        self, offsets: Tensor | None, counts: Sequence[int]
+        self,
+        offsets: Tensor | None,
+        counts: Sequence[int],
     ) -> tuple[int, ...]:
         """See ``TableGroup.output_shape``."""
         return self._shape_of.output_shape(offsets, counts)
@@ -537,7 +547,9 @@ class RemoteGroup(TableGroup):
         return batch, self._client.pull_each(self._reads(batch.distinct))
 
     def _take_prefetched(
-        self, ids: Tensor, counts: Sequence[int]
+        self,
+        ids: Tensor,
+        counts: Sequence[int],
     ) -> _Prefetched | None:
         with self._updates.lock:
             for prefetched in self._prefetched:
@@ -565,7 +577,10 @@ class RemoteGroup(TableGroup):
         return rows
 
     def _table_counts(
-        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
     ) -> Sequence[int]:
         """Returns the number of ids of each table in a batch."""
         raise NotImplementedError
@@ -588,7 +603,10 @@ class RemotePooledGroup(RemoteGroup):
     """
 
     def __init__(
-        self, tables: Sequence[ClientTable], feature_tables: Sequence[int], pooling: Any
+        self,
+        tables: Sequence[ClientTable],
+        feature_tables: Sequence[int],
+        pooling: Any,
     ) -> None:
         if list(feature_tables) != sorted(feature_tables):
             raise ValueError(f"feature_tables must ascend, got {list(feature_tables)}")
@@ -625,7 +643,10 @@ class RemotePooledGroup(RemoteGroup):
         return self._run(ids, offsets, (), weights, train, to)
 
     def weight_gradients(
-        self, ids: Tensor, offsets: Tensor | None, grad: Tensor
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        grad: Tensor,
     ) -> Tensor:
         """See ``TableGroup.weight_gradients``."""
         assert isinstance(self._shape_of, PooledGroup)
@@ -638,7 +659,10 @@ class RemotePooledGroup(RemoteGroup):
         return self._shape_of.weight_gradients_of(rows, offsets, grad)
 
     def _table_counts(
-        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
     ) -> Sequence[int]:
         assert offsets is not None
         features = sum(self._feature_counts)
@@ -696,7 +720,10 @@ class RemoteSequenceGroup(RemoteGroup):
         return self._run(ids, None, counts, None, train, to)
 
     def _table_counts(
-        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
     ) -> Sequence[int]:
         if sum(counts) != len(ids) or len(counts) != len(self._tables):
             raise ValueError(

@@ -67,7 +67,9 @@ class ServerColdStore:
         self._open = True
         try:
             self._access = Access(
-                token=options.token, tls_ca=options.tls_ca, timeout_s=options.timeout_s
+                token=options.token,
+                tls_ca=options.tls_ca,
+                timeout_s=options.timeout_s,
             )
             self._servers = ServerSet(options.addresses, self._access)
         except OSError as error:

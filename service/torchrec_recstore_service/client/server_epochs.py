@@ -84,7 +84,11 @@ class ServerEpochs:
         threads = _THREADS_A_SERVER * len(self.addresses)
         self._threads = ThreadPoolExecutor(threads, "recstore-client")
         self._close = weakref.finalize(
-            self, _close, self._connections, self._threads, os.getpid()
+            self,
+            _close,
+            self._connections,
+            self._threads,
+            os.getpid(),
         )
 
     def members(self, table: str = "") -> tuple[int, ...]:
@@ -112,7 +116,10 @@ class ServerEpochs:
         return self._call_all(describe)
 
     def save(
-        self, name: str | Path, overwrite: bool = False, forget: Sequence[str] = ()
+        self,
+        name: str | Path,
+        overwrite: bool = False,
+        forget: Sequence[str] = (),
     ) -> None:
         """Saves all tables on all servers. The save counts on all servers or on none.
 
@@ -132,7 +139,11 @@ class ServerEpochs:
         self._epoch.set_saved(last_write)
 
     def _save(
-        self, label: str, name: str, overwrite: bool, forget: Sequence[str]
+        self,
+        label: str,
+        name: str,
+        overwrite: bool,
+        forget: Sequence[str],
     ) -> None:
         connections = sorted(self._connections, key=self._number)
         first, *others = connections
@@ -141,7 +152,8 @@ class ServerEpochs:
         phases = pb.SaveRequest
 
         def request(
-            phase: pb.SaveRequest.Phase, decided: Sequence[str] = ()
+            phase: pb.SaveRequest.Phase,
+            decided: Sequence[str] = (),
         ) -> pb.SaveRequest:
             return pb.SaveRequest(
                 phase=phase,
@@ -223,7 +235,12 @@ class ServerEpochs:
         self._epoch.begin(self._begun(begin), last_write)
 
     def _copy(
-        self, source: Connection, save: pb.Saved, file: str, save_id: str, part: int
+        self,
+        source: Connection,
+        save: pb.Saved,
+        file: str,
+        save_id: str,
+        part: int,
     ) -> None:
         """Copies a file of a save from another server to these servers."""
         offset = 0
@@ -231,7 +248,11 @@ class ServerEpochs:
         while not is_last:
             reply = source.read_file(save, file, offset)
             piece = pb.WriteFileRequest(
-                id=save_id, part=part, file=file, offset=offset, content=reply.content
+                id=save_id,
+                part=part,
+                file=file,
+                offset=offset,
+                content=reply.content,
             )
             self._call_all(partial(_write_file, piece=piece))
             offset += len(reply.content)
@@ -263,7 +284,9 @@ class ServerEpochs:
         return self._begin(table, plan)
 
     def _begin(
-        self, table: str, plan: Callable[[list[pb.DescribeReply]], Begin]
+        self,
+        table: str,
+        plan: Callable[[list[pb.DescribeReply]], Begin],
     ) -> Runs:
         """Begins an epoch where it has not begun, and resumes servers that wait.
 
@@ -459,7 +482,9 @@ def _write_file(connection: Connection, piece: pb.WriteFileRequest) -> None:
 
 
 def _close(
-    connections: Sequence[Connection], threads: ThreadPoolExecutor, process: int
+    connections: Sequence[Connection],
+    threads: ThreadPoolExecutor,
+    process: int,
 ) -> None:
     # in a forked process, connections and threads belong to the parent
     if os.getpid() != process:

@@ -214,7 +214,10 @@ class ServerSet(ServerEpochs):
         return has_row, rows.view(dtype).view(-1, spec.dim)
 
     def _existing_rows(
-        self, table: str, ids: Tensor, row_bytes: int
+        self,
+        table: str,
+        ids: Tensor,
+        row_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         """Reads the rows of the ids that have one.
 
@@ -226,7 +229,9 @@ class ServerSet(ServerEpochs):
         answers = self._read(
             table,
             lambda connection: connection.existing_rows(
-                table, parts[connection].ids, row_bytes
+                table,
+                parts[connection].ids,
+                row_bytes,
             ),
         )
         has_row = torch.empty(len(ids), dtype=torch.bool)
@@ -252,7 +257,11 @@ class ServerSet(ServerEpochs):
             self._write(name, pb.WriteHeader.PUSH, part_ids, part_rows)
 
     def update(
-        self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None
+        self,
+        name: str,
+        ids: Tensor,
+        grads: Tensor,
+        initial: InitialRows | None = None,
     ) -> None:
         """See :meth:`HostedTables.update`.
 
@@ -287,7 +296,12 @@ class ServerSet(ServerEpochs):
         return combined(map(_table_stats, replies))
 
     def look(
-        self, table: str, by: str, count: int, row: bytes = b"", but: int = 0
+        self,
+        table: str,
+        by: str,
+        count: int,
+        row: bytes = b"",
+        but: int = 0,
     ) -> list[pb.LookReply]:
         """Returns what each server finds among all of its rows of a table.
 
@@ -351,12 +365,18 @@ class ServerSet(ServerEpochs):
         return 0, torch.cat(refused)
 
     def _split(
-        self, tables: Sequence[str], ids: Tensor, counts: Sequence[int]
+        self,
+        tables: Sequence[str],
+        ids: Tensor,
+        counts: Sequence[int],
     ) -> dict[Connection, _ServerIds]:
         """Returns the ids of each server."""
         self._epoch.label(tables[0])  # without an epoch, the owners are not known
         ids_by_server, places, counts_by_server = row_ops.ids_split(
-            ids, counts, self._owners, len(self._connections)
+            ids,
+            counts,
+            self._owners,
+            len(self._connections),
         )
         sizes = counts_by_server.sum(1).tolist()
         parts = map(

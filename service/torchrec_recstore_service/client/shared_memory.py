@@ -102,7 +102,10 @@ class SharedMemoryConnection:
         most_tables = max(1, (MESSAGE_BYTES - _SETTINGS_BYTES) // table_bytes)
         most_bytes = self._segment.size
         for header, ids, begin, size in call.reads(
-            epoch, most_bytes, most_bytes // 8, most_tables
+            epoch,
+            most_bytes,
+            most_bytes // 8,
+            most_tables,
         ):
             self._send_ids(header, ids)
             received = 0
@@ -123,7 +126,11 @@ class SharedMemoryConnection:
         return True
 
     def existing_rows(
-        self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float
+        self,
+        header: pb.PullHeader,
+        ids: Tensor,
+        row_bytes: int,
+        left_s: float,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`Streams.existing_rows`."""
         self._end = time.monotonic() + left_s

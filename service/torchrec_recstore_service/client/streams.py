@@ -80,7 +80,11 @@ class Streams:
         return True
 
     def existing_rows(
-        self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float
+        self,
+        header: pb.PullHeader,
+        ids: Tensor,
+        row_bytes: int,
+        left_s: float,
     ) -> tuple[Tensor, Tensor]:
         """Returns which of ``ids``, (N,) int64, have a row, (n,) uint8, and their rows,
         (bytes,) uint8, as received.
@@ -128,7 +132,11 @@ class Streams:
         return int(pb.WriteReply.FromString(reply).deleted)
 
     def _replies(
-        self, header: pb.PullHeader, ids: Tensor, has_one_reply: bool, left_s: float
+        self,
+        header: pb.PullHeader,
+        ids: Tensor,
+        has_one_reply: bool,
+        left_s: float,
     ) -> Iterable[bytes]:
         """Returns the replies to a read."""
         header_bytes = header.SerializeToString()
@@ -177,7 +185,8 @@ def _read_message(ids: Tensor, header: bytes) -> bytes:
 
 
 def _write_message(
-    parts: Sequence[tuple[_WriteArrays, Sequence[Piece] | None]], header: bytes = b""
+    parts: Sequence[tuple[_WriteArrays, Sequence[Piece] | None]],
+    header: bytes = b"",
 ) -> bytes:
     """Returns the request of a write with parts of its rows. A part of None: all rows."""
     contents = []

@@ -126,7 +126,10 @@ class TcpConnection:
         self._deadline = time.monotonic() + left_s
         most_tables = max(1, (1 << 20) // (512 + 4 * max(map(len, call.tables))))
         for header, ids, begin, size in call.reads(
-            epoch, _CALL_BYTES, _CALL_IDS, most_tables
+            epoch,
+            _CALL_BYTES,
+            _CALL_IDS,
+            most_tables,
         ):
             request = pb.SegmentRequest(pull=header, ids=8 * ids.numel())
             self._send(request.SerializeToString(), [ids.numpy()])
@@ -153,7 +156,11 @@ class TcpConnection:
         return True
 
     def existing_rows(
-        self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float
+        self,
+        header: pb.PullHeader,
+        ids: Tensor,
+        row_bytes: int,
+        left_s: float,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`Streams.existing_rows`."""
         self._read_bytes = _AHEAD_BYTES
@@ -181,7 +188,9 @@ class TcpConnection:
         self._deadline = time.monotonic() + left_s
         arrays: list[Any] = [call.ids.numpy(), call.stream()]
         request = pb.SegmentRequest(
-            write=header, ids=arrays[0].nbytes, rows=arrays[1].nbytes
+            write=header,
+            ids=arrays[0].nbytes,
+            rows=arrays[1].nbytes,
         )
         if initial is not None:
             arrays += [initial.ids.numpy(), initial.stream()]
@@ -191,7 +200,10 @@ class TcpConnection:
         return int(self._receive().deleted)
 
     def _send(
-        self, message: bytes, arrays: Sequence[Any], head: bytes | None = None
+        self,
+        message: bytes,
+        arrays: Sequence[Any],
+        head: bytes | None = None,
     ) -> None:
         """Sends a message, after its size if there is no other head, and arrays."""
         if head is None:

@@ -75,7 +75,9 @@ def _fake_prefetch_result(client: int, handle: torch.SymInt) -> Tensor:
         )
     context = torch.library.get_ctx()
     return torch.empty(
-        context.new_dynamic_size(), context.new_dynamic_size(), dtype=dtypes.pop()
+        context.new_dynamic_size(),
+        context.new_dynamic_size(),
+        dtype=dtypes.pop(),
     )
 
 

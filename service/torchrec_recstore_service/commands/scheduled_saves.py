@@ -108,7 +108,9 @@ class ScheduledSaves:
         access = Access(tls_ca=schedule.tls_ca, shared_memory=False)
         if listening.client_ca is not None:
             access = replace(
-                access, tls_cert=listening.tls_cert, tls_key=listening.tls_key
+                access,
+                tls_cert=listening.tls_cert,
+                tls_key=listening.tls_key,
             )
         self._access = access
         self._addresses = tuple(schedule.servers) or (address,)
@@ -116,7 +118,9 @@ class ScheduledSaves:
         self._servers: ServerSet | None = None  # while a save is made
         self._end = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name="recstore-schedule", daemon=True
+            target=self._run,
+            name="recstore-schedule",
+            daemon=True,
         )
 
     def start(self) -> None:

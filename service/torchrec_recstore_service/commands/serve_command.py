@@ -286,7 +286,9 @@ def serve(
             max_request_memory=max_request_memory,
         )
         listening = replace(
-            listening, rows_port=rows_port, advertise_rows=advertise_rows
+            listening,
+            rows_port=rows_port,
+            advertise_rows=advertise_rows,
         )
         bounds = options_of_flags(
             max_rows=max_rows,

@@ -69,7 +69,12 @@ def status(
     for invalid input.
     """
     with connected_to(
-        addresses, token_file, tls_ca, tls_cert, tls_key, timeout
+        addresses,
+        token_file,
+        tls_ca,
+        tls_cert,
+        tls_key,
+        timeout,
     ) as connected:
         from torchrec_recstore_service.wire.agreement import complete_saves, to_resume
         from torchrec_recstore_service.wire.protocol import ServiceError
@@ -142,7 +147,12 @@ def restore(
     has changed then, unless the error says so.
     """
     with connected_to(
-        addresses, token_file, tls_ca, tls_cert, tls_key, timeout
+        addresses,
+        token_file,
+        tls_ca,
+        tls_cert,
+        tls_key,
+        timeout,
     ) as connected:
         if to is None:
             connected.load(name, exact=True)
@@ -170,7 +180,12 @@ def reset(
     Exit status: 0, or 2 if a server cannot be reached.
     """
     with connected_to(
-        addresses, token_file, tls_ca, tls_cert, tls_key, timeout
+        addresses,
+        token_file,
+        tls_ca,
+        tls_cert,
+        tls_key,
+        timeout,
     ) as connected:
         connected.load(None, exact=True)
         _print_begun(connected, None, as_json)
@@ -246,7 +261,8 @@ def _as_json(address: str, state: pb.DescribeReply | Exception) -> dict[str, Any
 
 
 def _print(
-    addresses: Sequence[str], states: Sequence[pb.DescribeReply | Exception]
+    addresses: Sequence[str],
+    states: Sequence[pb.DescribeReply | Exception],
 ) -> None:
     from torchrec_recstore_service.wire.agreement import state_of
 

@@ -34,7 +34,11 @@ class AppliedRequests(Native):
         super().__init__("applied", most_clients, kept_s)
 
     def once(
-        self, client: str, request: int, done_before: int, action: Callable[[], int]
+        self,
+        client: str,
+        request: int,
+        done_before: int,
+        action: Callable[[], int],
     ) -> int:
         """Calls ``action`` and returns its result, or returns the first result if the
         request is repeated.
@@ -57,7 +61,12 @@ class AppliedRequests(Native):
         name = client.encode()
         first_result = c_uint64()
         execution = self.checked(
-            "begin", name, len(name), request, done_before, byref(first_result)
+            "begin",
+            name,
+            len(name),
+            request,
+            done_before,
+            byref(first_result),
         )
         if execution is None:
             return first_result.value
@@ -68,7 +77,13 @@ class AppliedRequests(Native):
             has_failed = False
         finally:
             self.invoke(
-                "finish", name, len(name), request, execution, has_failed, result
+                "finish",
+                name,
+                len(name),
+                request,
+                execution,
+                has_failed,
+                result,
             )
         return result
 

@@ -127,7 +127,11 @@ class CallThreads(ThreadPoolExecutor):
     """
 
     def __init__(
-        self, threads: int, name: str, queued: int = 4096, of_one: int | None = None
+        self,
+        threads: int,
+        name: str,
+        queued: int = 4096,
+        of_one: int | None = None,
     ) -> None:
         super().__init__(1, name)
         self._limit = threads
@@ -171,7 +175,11 @@ class CallThreads(ThreadPoolExecutor):
             return bool(self._queues) or self._started > self._idle
 
     def submit(
-        self, function: Callable[..., Any], /, *arguments: Any, **named: Any
+        self,
+        function: Callable[..., Any],
+        /,
+        *arguments: Any,
+        **named: Any,
     ) -> Future[Any]:
         """Runs a call in a thread when it is the turn of the call's connection."""
         call = _call_among(arguments)
@@ -191,7 +199,9 @@ class CallThreads(ThreadPoolExecutor):
             elif self._started < self._limit:
                 self._started += 1
                 threading.Thread(
-                    target=self._run, name=f"{self._name}-{self._started}", daemon=True
+                    target=self._run,
+                    name=f"{self._name}-{self._started}",
+                    daemon=True,
                 ).start()
             else:
                 self._watch()
@@ -271,7 +281,9 @@ class CallThreads(ThreadPoolExecutor):
         if not self._watching:
             self._watching = True
             threading.Thread(
-                target=self._end_late_calls, name=f"{self._name}-watch", daemon=True
+                target=self._end_late_calls,
+                name=f"{self._name}-watch",
+                daemon=True,
             ).start()
 
     def _end_late_calls(self) -> None:

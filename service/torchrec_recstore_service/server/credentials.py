@@ -125,7 +125,9 @@ def watched_token(file: Path) -> Watched[str]:
 
 
 def watched_certificates(
-    cert: Path, key: Path, client_ca: Path | None
+    cert: Path,
+    key: Path,
+    client_ca: Path | None,
 ) -> Watched[Certificates]:
     """Returns the contents of a server's PEM files.
 
@@ -153,7 +155,9 @@ def watched_certificates(
 
 
 def watched_context(
-    cert: Path, key: Path, client_ca: Path | None
+    cert: Path,
+    key: Path,
+    client_ca: Path | None,
 ) -> Watched[ssl.SSLContext]:
     """Returns a context of TLS with a server's PEM files.
 

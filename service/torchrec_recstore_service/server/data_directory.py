@@ -190,7 +190,9 @@ class DataDirectory:
             name = _save_name_of(entry)
             if saved is not None and name is not None:
                 self._saves[name] = pb.Saved(
-                    name=name, id=saved.id, number=saved.number
+                    name=name,
+                    id=saved.id,
+                    number=saved.number,
                 )
 
     @property
@@ -305,7 +307,9 @@ class DataDirectory:
             remove(self.checkpoint(name))
 
     def set_last(
-        self, name: SaveName | None, stopped: dict[str, Any] | None = None
+        self,
+        name: SaveName | None,
+        stopped: dict[str, Any] | None = None,
     ) -> None:
         """Writes the name of the save to start from to the disk, with the state of a
         server that has stopped.
@@ -324,7 +328,10 @@ class DataDirectory:
         self._lock.close()
 
     def _document(
-        self, name: str, fields: tuple[str, ...], optional: tuple[str, ...] = ()
+        self,
+        name: str,
+        fields: tuple[str, ...],
+        optional: tuple[str, ...] = (),
     ) -> dict[str, Any] | None:
         file = self.path / name
         if not file.exists():

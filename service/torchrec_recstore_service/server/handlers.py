@@ -58,7 +58,9 @@ class Handlers:
         """Adds nothing, because generated code also adds registered handlers."""
 
     def add_registered_method_handlers(
-        self, service: str, handlers: Mapping[str, Any]
+        self,
+        service: str,
+        handlers: Mapping[str, Any],
     ) -> None:
         """Adds the handlers of a service. See grpc.Server."""
         bounded = {

@@ -191,7 +191,9 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         self._threads = threads
 
     def intercept_service(
-        self, continuation: Callable[[Any], Any], details: Any
+        self,
+        continuation: Callable[[Any], Any],
+        details: Any,
     ) -> Any:
         """See grpc.ServerInterceptor."""
         metadata = dict(details.invocation_metadata)
@@ -436,7 +438,9 @@ class GrpcServer:
         """The certificates of the server. None: connections are not encrypted."""
         if options.tls_cert is not None and options.tls_key is not None:
             self.certificates = watched_certificates(
-                options.tls_cert, options.tls_key, options.client_ca
+                options.tls_cert,
+                options.tls_key,
+                options.client_ca,
             )
         host = options.listen.rpartition(":")[0]
         port = _bind(self._server, options.listen, self.certificates)
@@ -533,7 +537,9 @@ def _established(port: int) -> int:
 
 
 def _bind(
-    server: grpc.Server, listen: str, certificates: Watched[Certificates] | None
+    server: grpc.Server,
+    listen: str,
+    certificates: Watched[Certificates] | None,
 ) -> int:
     try:
         if certificates is None:
@@ -563,5 +569,7 @@ def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
 
     needs_client_certificate = current.client_ca is not None
     return grpc.dynamic_ssl_server_credentials(
-        configuration(), new_configuration, needs_client_certificate
+        configuration(),
+        new_configuration,
+        needs_client_certificate,
     )

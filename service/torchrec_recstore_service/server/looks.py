@@ -41,7 +41,10 @@ def look(request: Any, table: Table) -> pb.LookReply:
 
 
 def _reply(
-    ids: Tensor, columns: dict[str, Tensor], rows: int, steps: int
+    ids: Tensor,
+    columns: dict[str, Tensor],
+    rows: int,
+    steps: int,
 ) -> pb.LookReply:
     contents = {name: to_bytes(values.contiguous()) for name, values in columns.items()}
     return pb.LookReply(rows=rows, steps=steps, ids=to_bytes(ids), columns=contents)

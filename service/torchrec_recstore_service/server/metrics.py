@@ -45,7 +45,9 @@ def add_gauges(registry: Any, numbers: Numbers) -> None:
 
     for name, (description, number) in numbers.items():
         prometheus.Gauge(
-            f"recstore_{name}", description, registry=registry
+            f"recstore_{name}",
+            description,
+            registry=registry,
         ).set_function(number)
 
 
@@ -63,7 +65,11 @@ class Metrics:
     """
 
     def __init__(
-        self, tables: HostedTables, counts: CallCounts, host: str, port: int
+        self,
+        tables: HostedTables,
+        counts: CallCounts,
+        host: str,
+        port: int,
     ) -> None:
         # imported here, because most servers report no metrics
         import prometheus_client as prometheus

@@ -56,7 +56,9 @@ class MetricsEndpoint:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(
-            target=self._run, name="recstore-metrics", daemon=True
+            target=self._run,
+            name="recstore-metrics",
+            daemon=True,
         )
         self._thread.start()
 

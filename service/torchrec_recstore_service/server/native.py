@@ -251,7 +251,9 @@ class Native:
         """
         status = NativeStatus()
         result = native[f"{self._kind}_{function}"](
-            self.handle, *arguments, byref(status)
+            self.handle,
+            *arguments,
+            byref(status),
         )
         status.check()
         return result

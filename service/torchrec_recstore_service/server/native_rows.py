@@ -196,7 +196,9 @@ class NativeRows:
         See ``Attach`` in recstore.proto.
         """
         return pb.AttachReply(
-            rows_port=self.port, server=self.name, rows_address=self.advertised
+            rows_port=self.port,
+            server=self.name,
+            rows_address=self.advertised,
         )
 
     def set_backup(self, backup: bool, secret: str) -> None:
@@ -348,7 +350,10 @@ class NativeRows:
         self._answer_pull(call, request.pull, array_of(arrays[0], torch.int64))
 
     def _answer_pull(
-        self, call: PythonCall, header: pb.PullHeader, ids: Tensor
+        self,
+        call: PythonCall,
+        header: pb.PullHeader,
+        ids: Tensor,
     ) -> None:
         specs = self._python.readable(header)
         parts: list[PartRead] = []

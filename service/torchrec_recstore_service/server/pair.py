@@ -416,7 +416,9 @@ class Pair(Native):
         self.repeat(method, request)
 
     def replicate(
-        self, request: pb.ReplicateRequest, metadata: Sequence[tuple[str, str | bytes]]
+        self,
+        request: pb.ReplicateRequest,
+        metadata: Sequence[tuple[str, str | bytes]],
     ) -> pb.ReplicateReply:
         """Answers a call of the other server. See ``Replicate`` in recstore.proto."""
         phases = pb.ReplicateRequest
@@ -655,7 +657,9 @@ class Pair(Native):
             )
             reply = peer.call("Replicate", request, LONG_CALL_S)
             threading.Thread(
-                target=say_alive, name="recstore-joining", daemon=True
+                target=say_alive,
+                name="recstore-joining",
+                daemon=True,
             ).start()
             self._state.follow(reply.copy, json.loads(reply.state), read)
             with self._lock:

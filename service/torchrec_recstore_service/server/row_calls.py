@@ -300,7 +300,10 @@ class RowCalls:
                 self._observer.ids("update", update.table, len(update.ids))
             update_each = partial(self._tables.update_each, updates)
             return self._once(
-                header, arrays, from_primary, _without_deletes(update_each)
+                header,
+                arrays,
+                from_primary,
+                _without_deletes(update_each),
             )
         name = header.table
         spec = specs[0]
@@ -315,7 +318,10 @@ class RowCalls:
             grads = _rows_of_ids(rows_bytes, ids, dtype, spec.dim)
             initial_ids = array_of(initial_ids_bytes, torch.int64)
             initial_rows = _rows_of_ids(
-                initial_rows_bytes, initial_ids, torch.float32, spec.dim
+                initial_rows_bytes,
+                initial_ids,
+                torch.float32,
+                spec.dim,
             )
             initial = (initial_ids, initial_rows) if len(initial_ids) else None
             action = _without_deletes(
@@ -382,7 +388,10 @@ def _rows_of_ids(content: Tensor, ids: Tensor, dtype: torch.dtype, dim: int) -> 
 
 
 def _updates(
-    header: pb.WriteHeader, specs: Sequence[TableSpec], ids: Tensor, rows: Tensor
+    header: pb.WriteHeader,
+    specs: Sequence[TableSpec],
+    ids: Tensor,
+    rows: Tensor,
 ) -> list[RowUpdate]:
     """Returns the updates of a write of several tables, from its ids and the bytes of
     its rows.

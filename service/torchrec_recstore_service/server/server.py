@@ -290,7 +290,9 @@ class ParameterServer(ParameterServerServicer):
             return pb.Empty()
 
     def Replicate(
-        self, request: pb.ReplicateRequest, context: Any
+        self,
+        request: pb.ReplicateRequest,
+        context: Any,
     ) -> pb.ReplicateReply:
         """See recstore.proto."""
         with self._call("Replicate", context):

@@ -220,7 +220,9 @@ class SetCalls:
         epoch_of_server = _epoch_of(run_of_server)
         if self._waits or (run_of_server and epoch == epoch_of_server):
             raise CallRefusedError(
-                grpc.StatusCode.UNAVAILABLE, _RESUMED, SERVER_RESUMED
+                grpc.StatusCode.UNAVAILABLE,
+                _RESUMED,
+                SERVER_RESUMED,
             )
         if run_of_server:
             raise ServerRestartedError(
@@ -304,7 +306,9 @@ class SetCalls:
 
     @contextmanager
     def _changing_tables(
-        self, method: str, request: pb.CreateRequest | pb.DropRequest
+        self,
+        method: str,
+        request: pb.CreateRequest | pb.DropRequest,
     ) -> Iterator[None]:
         with (
             self._applied.change(),
@@ -451,7 +455,9 @@ class SetCalls:
         return reply
 
     def save(
-        self, request: pb.SaveRequest, is_active: Callable[[], bool]
+        self,
+        request: pb.SaveRequest,
+        is_active: Callable[[], bool],
     ) -> pb.SaveReply:
         """Makes a phase of a save.
 
@@ -764,7 +770,9 @@ class SetCalls:
             self._next = None
 
     def _reserve(
-        self, request: pb.SaveRequest, is_active: Callable[[], bool]
+        self,
+        request: pb.SaveRequest,
+        is_active: Callable[[], bool],
     ) -> pb.SaveReply:
         def check() -> None:
             self._applied.check_open()
@@ -831,7 +839,9 @@ class SetCalls:
         )
         staging = directory.new_staging(save_id)
         self._rows_thread.submit(
-            self._tables.save, staging, training_state={MANIFEST: manifest}
+            self._tables.save,
+            staging,
+            training_state={MANIFEST: manifest},
         ).result()
         directory.add_prepared(request.save)
 

@@ -101,7 +101,9 @@ class HostedTables:
         self._on_delete: Callable[[str], object] = lambda name: None
 
     def watch(
-        self, on_create: Callable[[Hosted], object], on_delete: Callable[[str], object]
+        self,
+        on_create: Callable[[Hosted], object],
+        on_delete: Callable[[str], object],
     ) -> None:
         """Calls ``on_create`` with each table, also later ones, and ``on_delete`` with
         the name of a table that is deleted.
@@ -251,7 +253,11 @@ class HostedTables:
             hosted.table.insert(ids, values)
 
     def update(
-        self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None
+        self,
+        name: str,
+        ids: Tensor,
+        grads: Tensor,
+        initial: InitialRows | None = None,
     ) -> None:
         """Applies the optimizer once to the row of each distinct id, with the sum of
         the id's gradients.

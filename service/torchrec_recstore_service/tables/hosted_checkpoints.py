@@ -77,7 +77,8 @@ def write_tables(
 
 
 def saved_specs(
-    info: CheckpointInfo, names: Iterable[str] | None = None
+    info: CheckpointInfo,
+    names: Iterable[str] | None = None,
 ) -> dict[str, TableSpec]:
     """Returns the specifications of tables of a checkpoint, by table name.
 
@@ -157,7 +158,9 @@ class LoadedSource:
 
 
 def sources(
-    info: CheckpointInfo, warm: WarmStart, present: Iterable[str]
+    info: CheckpointInfo,
+    warm: WarmStart,
+    present: Iterable[str],
 ) -> dict[str, LoadedSource]:
     """Returns the tables that are loaded, by their names in the process.
 

@@ -53,7 +53,9 @@ def check_initial_rows(hosted: Hosted, ids: Tensor) -> None:
 
 
 def read_rows(
-    tables: Sequence[Hosted], reads: Sequence[RowRead], out: Sequence[Tensor]
+    tables: Sequence[Hosted],
+    reads: Sequence[RowRead],
+    out: Sequence[Tensor],
 ) -> None:
     """Reads rows.
 
@@ -118,7 +120,9 @@ def update_rows(tables: Sequence[Hosted], updates: Sequence[RowUpdate]) -> None:
 
 
 def without_row(
-    hosted: Hosted, ids: Tensor, initial: InitialRows | None
+    hosted: Hosted,
+    ids: Tensor,
+    initial: InitialRows | None,
 ) -> InitialRows:
     """Returns the initial rows of the ids that have no row.
 

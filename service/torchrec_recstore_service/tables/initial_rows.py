@@ -67,7 +67,10 @@ class WholeTable:
         with _generator, torch.no_grad(), torch.random.fork_rng(devices=[]):
             _seed_for(f"{seed}/{name}")
             rows = _checked(
-                init_func(shape, dtype), f"table {name!r}: init_func", shape, (shape,)
+                init_func(shape, dtype),
+                f"table {name!r}: init_func",
+                shape,
+                (shape,),
             )
         # a copy, because the function may return a tensor that is written to
         self._rows = rows.to("cpu", dtype, copy=True).contiguous()
@@ -121,7 +124,12 @@ class RowByRow:
     """
 
     def __init__(
-        self, row_func: InitFunc, name: str, seed: int, dim: int, dtype: torch.dtype
+        self,
+        row_func: InitFunc,
+        name: str,
+        seed: int,
+        dim: int,
+        dtype: torch.dtype,
     ) -> None:
         self._row_func = row_func
         self._name = name
@@ -154,7 +162,10 @@ class RowByRow:
                 _seed_for(f"{self._seed}/{row_id}/{self._name}")
                 row = self._row_func(shape, self._dtype)
                 rows[position] = _checked(
-                    row, f"table {self._name!r}: row_func", shape, (shape, (self._dim,))
+                    row,
+                    f"table {self._name!r}: row_func",
+                    shape,
+                    (shape, (self._dim,)),
                 )
         return rows
 

@@ -89,7 +89,9 @@ def channel_of(address: str, access: Access) -> Any:
         return None if file is None else Path(file).read_bytes()
 
     credentials = grpc.ssl_channel_credentials(
-        content(access.tls_ca), content(access.tls_key), content(access.tls_cert)
+        content(access.tls_ca),
+        content(access.tls_key),
+        content(access.tls_cert),
     )
     return grpc.secure_channel(target, credentials, _CHANNEL_OPTIONS)
 

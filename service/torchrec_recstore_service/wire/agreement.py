@@ -181,7 +181,9 @@ def _can_join(
 
 
 def _can_begin_together(
-    states: Sequence[pb.DescribeReply], last_epoch: int, save: pb.Saved
+    states: Sequence[pb.DescribeReply],
+    last_epoch: int,
+    save: pb.Saved,
 ) -> bool:
     """Returns whether servers that were all killed can begin an epoch with a save."""
     for state in states:
@@ -382,7 +384,8 @@ def _slots(states: Sequence[pb.DescribeReply]) -> tuple[int, ...]:
 
 
 def _is_rolled_back(
-    state: pb.DescribeReply, in_same_epoch: Sequence[pb.DescribeReply]
+    state: pb.DescribeReply,
+    in_same_epoch: Sequence[pb.DescribeReply],
 ) -> bool:
     """Returns whether a server waits whose last run is not the one that the servers in
     its epoch know.
@@ -399,7 +402,8 @@ def _is_rolled_back(
 
 
 def _check_one_set(
-    addresses: Sequence[str], states: Sequence[pb.DescribeReply]
+    addresses: Sequence[str],
+    states: Sequence[pb.DescribeReply],
 ) -> None:
     in_sets = [state for state in states if state.set]
     if not in_sets:
@@ -425,7 +429,8 @@ def _check_one_set(
 
 
 def _different(
-    addresses: Sequence[str], states: Sequence[pb.DescribeReply]
+    addresses: Sequence[str],
+    states: Sequence[pb.DescribeReply],
 ) -> ServerSetError:
     saves = complete_saves(states)
     named = ",".join(addresses)
@@ -457,7 +462,9 @@ def _fits(state: pb.DescribeReply, save: pb.Saved) -> bool:
 
 
 def _save_of(
-    addresses: Sequence[str], states: Sequence[pb.DescribeReply], name: str
+    addresses: Sequence[str],
+    states: Sequence[pb.DescribeReply],
+    name: str,
 ) -> pb.Saved:
     saves = complete_saves(states)
     for saved in reversed(saves):
@@ -483,7 +490,8 @@ def _save_of(
 
 
 def _members(
-    addresses: Sequence[str], states: Sequence[pb.DescribeReply]
+    addresses: Sequence[str],
+    states: Sequence[pb.DescribeReply],
 ) -> tuple[int, ...]:
     """Returns the number of each server in the set.
 

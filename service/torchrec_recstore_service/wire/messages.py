@@ -22,7 +22,8 @@ _address.argtypes = [ctypes.py_object]
 
 
 def new_message(
-    arrays: Sequence[tuple[int, int]], header: bytes = b""
+    arrays: Sequence[tuple[int, int]],
+    header: bytes = b"",
 ) -> tuple[bytes, list[Tensor]]:
     """Makes a message whose arrays the caller fills before it uses the message.
 

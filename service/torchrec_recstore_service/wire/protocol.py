@@ -184,7 +184,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def from_bytes(
-    parts: Iterable[bytes], dtype: torch.dtype, columns: int | None = None
+    parts: Iterable[bytes],
+    dtype: torch.dtype,
+    columns: int | None = None,
 ) -> Tensor:
     """Concatenates parts of bytes to a tensor.
 

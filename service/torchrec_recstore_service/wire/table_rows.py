@@ -38,7 +38,8 @@ def aligned(place: int) -> int:
 
 
 def places_of_tables(
-    row_bytes: Sequence[int], counts: Sequence[int]
+    row_bytes: Sequence[int],
+    counts: Sequence[int],
 ) -> tuple[list[int], int]:
     """Returns where the rows of each table begin in the stream of a call's rows, and
     the size of the stream.
@@ -203,7 +204,11 @@ class TableRows:
         return self._row_begins[table] + row * self.row_bytes[table]
 
     def reads(
-        self, run: str, most_bytes: int, most_ids: int, most_tables: int | None = None
+        self,
+        run: str,
+        most_bytes: int,
+        most_ids: int,
+        most_tables: int | None = None,
     ) -> Iterator[tuple[pb.PullHeader, Tensor, int, int]]:
         """Divides a read of the rows into calls.
 

@@ -157,7 +157,9 @@ def _differences(name: str, value: Any, other: Any) -> Iterator[tuple[str, Any, 
         for field in fields(value):
             inner = f"{name}.{field.name}" if name else field.name
             yield from _differences(
-                inner, getattr(value, field.name), getattr(other, field.name)
+                inner,
+                getattr(value, field.name),
+                getattr(other, field.name),
             )
     elif value != other:
         yield name, value, other
