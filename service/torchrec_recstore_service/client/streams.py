@@ -90,13 +90,15 @@ class Streams:
         (bytes,) uint8, as received.
         """
         has_one_reply = len(ids) <= rows_a_part(row_bytes)
-        replies = self._replies(header, ids, has_one_reply, left_s)
+        # all of them, because the parts below lie in their memory
+        replies = list(self._replies(header, ids, has_one_reply, left_s))
         nothing = torch.empty(0, dtype=torch.uint8)
         has_row_parts = [nothing]
         row_parts = [nothing]
-        for content in map(fields, list(replies)):
-            has_row_parts.append(content.get(_FOUND, nothing))
-            row_parts.append(content.get(_ROWS, nothing))
+        for reply in replies:
+            content_of = fields(reply)
+            has_row_parts.append(content_of.get(_FOUND, nothing))
+            row_parts.append(content_of.get(_ROWS, nothing))
         return torch.cat(has_row_parts), torch.cat(row_parts)
 
     def write(
