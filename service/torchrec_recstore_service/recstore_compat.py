@@ -355,7 +355,13 @@ class RecStoreClient(PlainClient, metaclass=_OneOfProcess):
             )
 
     def close(self) -> None:
-        """See :meth:`PlainClient.close`."""
+        """Waits for all updates, and frees the tables or closes the connections.
+
+        It may be called twice. The next call of ``RecStoreClient()`` makes a new client
+        of the process.
+
+        An update that has failed and that nobody has waited for gives a warning.
+        """
         if self in _of_process:
             _of_process.remove(self)
         super().close()
