@@ -18,7 +18,7 @@ from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table
 from torchrec_recstore_serving.export.row_formats import packed
 
-_MOST_VERSIONS = 127  # The number of marks that a table remembers.
+_MAX_VERSIONS = 127  # The number of marks that a table remembers.
 
 _MARKS: WeakKeyDictionary[Table, dict[str, int]] = WeakKeyDictionary()
 """The change marks of the shards, by the versions of the exports that were made at
@@ -35,12 +35,12 @@ class ChangedRows:
         ids: (N,) int64. The ids in ascending order.
         rows: The rows in the row format of the export, or (N, dim) float32: see
             :func:`torchrec_recstore_serving.export.row_formats.packed`.
-        left: (M,) int64. Ids that have no row now.
+        left_ids: (M,) int64. Ids that have no row now.
     """
 
     ids: Tensor
     rows: Tensor
-    left: Tensor
+    left_ids: Tensor
 
 
 def remember(marks: Mapping[Table, int], version: str) -> None:
@@ -53,11 +53,12 @@ def remember(marks: Mapping[Table, int], version: str) -> None:
     """
     for shard, mark in marks.items():
         shard.locate_rows()  # The deltas that follow read the changed rows only.
-        known = _MARKS.setdefault(shard, {})
-        known.pop(version, None)
-        known[version] = mark
-        while len(known) > _MOST_VERSIONS:
-            del known[next(iter(known))]
+        mark_of_version = _MARKS.setdefault(shard, {})
+        mark_of_version.pop(version, None)
+        mark_of_version[version] = mark
+        while len(mark_of_version) > _MAX_VERSIONS:
+            oldest = next(iter(mark_of_version))
+            del mark_of_version[oldest]
 
 
 def changed_since(
@@ -90,25 +91,29 @@ def changed_since(
     if env is None:
         return _concatenated(_of_shards(shards, version, marks))
     with refused_together(env):
-        mine = _of_shards(shards, version, marks)
+        parts = _of_shards(shards, version, marks)
         # Packed rows are smaller than float32 rows, and each rank packs its own.
-        if mine is not None:
-            mine = [
-                replace(part, rows=packed(name, part.rows, row_format)) for part in mine
+        if parts is not None:
+            parts = [
+                replace(part, rows=packed(name, part.rows, row_format))
+                for part in parts
             ]
-    every = all_gathered(mine, env)
-    known = [part for part in every if part is not None]
-    return (
-        _concatenated([one for part in known for one in part])
-        if len(known) == len(every)
-        else None
-    )
+    parts_of_all_ranks: list[ChangedRows] = []
+    for parts_of_rank in all_gathered(parts, env):
+        if parts_of_rank is None:
+            return None
+        parts_of_all_ranks.extend(parts_of_rank)
+    return _concatenated(parts_of_all_ranks)
 
 
 def _of_shards(
     shards: Iterable[Table], version: str, marks: dict[Table, int]
 ) -> list[ChangedRows] | None:
-    parts = []
+    """Reads the changed rows of each shard.
+
+    None: it is not known which rows of a shard have changed.
+    """
+    parts: list[ChangedRows] = []
     for shard in shards:
         mark = _MARKS.get(shard, {}).get(version)
         if mark is None or len(shard.columns) != shard.dim:
@@ -127,13 +132,11 @@ def _of_shards(
 
 
 def _concatenated(parts: list[ChangedRows] | None) -> ChangedRows | None:
-    if parts is None or not parts:
+    if not parts:
         return None
     if len(parts) == 1:
         return parts[0]
     ids, order = torch.cat([part.ids for part in parts]).sort()
-    return ChangedRows(
-        ids,
-        torch.cat([part.rows for part in parts])[order],
-        torch.cat([part.left for part in parts]),
-    )
+    rows = torch.cat([part.rows for part in parts])
+    left_ids = torch.cat([part.left_ids for part in parts])
+    return ChangedRows(ids, rows[order], left_ids)

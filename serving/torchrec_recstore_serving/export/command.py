@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -139,25 +139,28 @@ def export(
         for name in tables or ():
             if (tables or []).count(name) > 1:
                 raise ValueError(f"--table {name} is named twice")
-        model = {
-            "tables": tables,
-            "dtype": dtype or "int8",
-            "index": index or "sorted",
-            "rows": rows or "memory",
-        }
-        info = _export(
-            checkpoint, output, model, delta_of, min_frequency, top_rows, key
-        )
+        form = _Form(tables, dtype or "int8", index or "sorted", rows or "memory")
+        info = _export(checkpoint, output, form, delta_of, min_frequency, top_rows, key)
     if as_json:
         print_json(_as_json(info))
     else:
         _print(info)
 
 
+@dataclass(frozen=True)
+class _Form:
+    """The form of an export, which a delta takes from the export before it."""
+
+    tables: list[str] | None
+    dtype: str
+    index: str
+    rows: str
+
+
 def _export(
     checkpoint: Path,
     output: Path,
-    model: dict[str, Any],
+    form: _Form,
     delta_of: Path | None,
     min_frequency: int,
     top_rows: int | None,
@@ -165,7 +168,7 @@ def _export(
 ) -> ExportInfo | DeltaInfo:
     from torchrec_recstore.checkpoint.info import read_info
 
-    known = read_info(checkpoint).tables
+    infos = read_info(checkpoint).tables
     with missing_in_one_line(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         from torchrec_recstore_serving.export.from_checkpoint import (
@@ -174,19 +177,22 @@ def _export(
         )
         from torchrec_recstore_serving.export.row_formats import DTYPES
 
-        tables = model["tables"]
-        rows = sum(
-            table.rows for name, table in known.items() if not tables or name in tables
-        )
-        # rows are read once to select them and once to export them
-        rows *= 2 if min_frequency or top_rows else 1
-        with progress("exporting", rows) as advance:
+        read_rows = 0
+        for name, table in infos.items():
+            if not form.tables or name in form.tables:
+                read_rows += table.rows
+        if min_frequency or top_rows:
+            read_rows *= 2  # once to select them and once to export them
+        with progress("exporting", read_rows) as advance:
             info: ExportInfo | DeltaInfo
             if delta_of is None:
                 info = export_checkpoint(
                     checkpoint,
                     output,
-                    **model | {"dtype": DTYPES[model["dtype"]]},
+                    tables=form.tables,
+                    dtype=DTYPES[form.dtype],
+                    index=form.index,
+                    rows=form.rows,
                     min_frequency=min_frequency,
                     top_rows=top_rows,
                     key=key,
@@ -210,20 +216,24 @@ def _export(
 
 
 def _as_json(info: ExportInfo | DeltaInfo) -> dict[str, Any]:
-    told = asdict(info)
-    for table in told["tables"].values():
+    fields = asdict(info)
+    fields["path"] = str(info.path)
+    for table in fields["tables"].values():
         if "dtype" in table:
             table["dtype"] = str(table["dtype"]).removeprefix("torch.")
-    return {**told, "path": str(info.path)}
+    return fields
 
 
 def _print(info: ExportInfo | DeltaInfo) -> None:
     tables = _as_json(info)["tables"]
-    columns = list(next(iter(tables.values())))
-    shown = table_of(["table", *(column.replace("_", " ") for column in columns)])
+    first_table = next(iter(tables.values()))
+    columns = list(first_table)
+    titles = [column.replace("_", " ") for column in columns]
+    printed = table_of(["table", *titles])
     for name, table in in_order(tables):
-        shown.add_row(Text(name), *(_cell(column, table[column]) for column in columns))
-    stdout().print(shown)
+        cells = [_cell(column, table[column]) for column in columns]
+        printed.add_row(Text(name), *cells)
+    stdout().print(printed)
     stdout().print(
         f"{info.path}: {decimal(info.bytes)}",
         highlight=False,

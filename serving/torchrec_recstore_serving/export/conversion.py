@@ -231,7 +231,8 @@ class Conversion:
         paths = {id(module): path for path, module in exported.named_modules()}
         by_path: dict[str, UnreadTable] = {}
         for table in self.unread:
-            path = paths.get(id(self._converted[id(table.module)]))
+            static = self._converted[id(table.module)]
+            path = paths.get(id(static))
             if path is None:  # The module is inside of another one that was replaced.
                 continue
             by_path[f"{path}.{table.path}" if path else table.path] = table
@@ -432,7 +433,8 @@ class Conversion:
         positions = selected(table.frequency, self._min_frequency, self._top_rows)
         if len(positions) == len(table.ids):
             return table.ids, table.rows
-        return table.ids[positions], table.rows[F.pad(positions + 1, [1, 0])]
+        row_positions = F.pad(positions + 1, [1, 0])  # row 0 stays the first one
+        return table.ids[positions], table.rows[row_positions]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchrec_recstore.checkpoint.files import whole_file
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore_serving.export.changed_rows import ChangedRows
+from torchrec_recstore_serving.export.model_table import ModelTable
 from torchrec_recstore_serving.export.opening import is_hashed
 from torchrec_recstore_serving.export.row_formats import packed
 from torchrec_recstore_serving.export.scriptable_modules import (
@@ -149,7 +150,11 @@ def write_delta(
             difference.
         OSError: The file cannot be written.
     """
-    tables = {table.name: (path, table) for path, table in served_tables(served)}
+    tables: dict[str, ModelTable] = {}
+    paths: dict[str, str] = {}
+    for table_path, table in served_tables(served):
+        tables[table.name] = table
+        paths[table.name] = table_path
     if sorted(tables) != sorted(base.recstore_tables()):
         raise ValueError(
             f"the model has the tables {sorted(tables)}, base has"
@@ -164,12 +169,12 @@ def write_delta(
         )
     tensors: dict[str, Tensor] = {}
     changed_tables: dict[str, DeltaTable] = {}
-    for name, (path_of_table, table) in tables.items():
+    for name, table in tables.items():
         if name in on_servers:  # the servers have the changes
             continue
         assert isinstance(table, ServedTable)
         if changes is not None and table.has_ids:
-            change = _known_change(table, changes[path_of_table], base)
+            change = _known_change(table, changes[paths[name]], base)
         else:
             change = _change(table, base)
         if len(change.ids) or len(change.removed):
@@ -178,7 +183,8 @@ def write_delta(
             tensors[f"{name}/removed"] = change.removed
         changed_tables[name] = DeltaTable(len(change.ids), len(change.removed))
     dense = _changed_dense_tensors(served, base)
-    tensors |= {f"dense/{name}": tensor for name, tensor in dense.items()}
+    for name, tensor in dense.items():
+        tensors[f"dense/{name}"] = tensor
     base_version = base.recstore_version()
     version = _version_after(tensors, served, base)
     write_tensors(tensors, base_version, version, path, key)
@@ -292,11 +298,13 @@ def _change(table: ServedTable, base: torch.jit.ScriptModule) -> _Change:
     ids = table.raw_ids()
     in_base = among(ids, old_ids)
     old_positions = torch.searchsorted(old_ids, ids[in_base])
+    rows = rows[1:]
+    old_rows = old_rows[1:]
     is_changed = torch.ones_like(in_base)
-    is_changed[in_base] = _differ(rows[1:][in_base], old_rows[1:][old_positions])
+    is_changed[in_base] = _differ(rows[in_base], old_rows[old_positions])
     positions = is_changed.nonzero().squeeze(1)
     removed = old_ids[~among(old_ids, ids)]
-    return _Change(ids[positions], rows[1:][positions], removed)
+    return _Change(ids[positions], rows[positions], removed)
 
 
 def _known_change(
@@ -306,14 +314,14 @@ def _known_change(
 
     It reads no other rows of ``base``.
     """
-    found = base.recstore_rows_of(table.name, changed.ids)
-    if not found:
+    rows_of_ids = base.recstore_rows_of(table.name, changed.ids)
+    if not rows_of_ids:
         raise ValueError(
             f"table {table.name!r} is a RecStore table, and one of TorchRec's own"
             " tables in base"
         )
     # The same for each path of a table that the model has at several paths.
-    old_rows, in_base, old_missing = found[:3]
+    old_rows, in_base, old_missing = rows_of_ids[:3]
     rows = changed.rows
     if rows.dtype == torch.float32:  # The training thread does not wait for this.
         rows = packed(table.name, rows, base.recstore_row_format())
@@ -322,8 +330,11 @@ def _known_change(
     _check_missing_row(table, old_missing)
     is_changed = ~in_base | _differ(rows, old_rows)
     positions = is_changed.nonzero().squeeze(1)
-    _, left_in_base, _ = base.recstore_rows_of(table.name, changed.left)[:3]
-    return _Change(changed.ids[positions], rows[positions], changed.left[left_in_base])
+    rows_of_left_ids = base.recstore_rows_of(table.name, changed.left_ids)
+    left_in_base = rows_of_left_ids[1]
+    return _Change(
+        changed.ids[positions], rows[positions], changed.left_ids[left_in_base]
+    )
 
 
 def _check_missing_row(table: ServedTable, old_missing: Tensor) -> None:
@@ -365,7 +376,8 @@ def write_tensors(
     """
     tensors = {**tensors, "format": torch.tensor([FORMAT])}
     for name, text in (("base", base), ("version", version)):
-        tensors[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        characters = list(text.encode())
+        tensors[name] = torch.tensor(characters, dtype=torch.uint8)
     tensors["checksum"] = scripted_function(checksum_of)(tensors)
     try:
         with whole_file(path) as beside:

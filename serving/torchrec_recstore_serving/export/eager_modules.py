@@ -10,6 +10,8 @@ Tests: tests/serving/export/test_from_model.py.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -83,11 +85,12 @@ class IdMap(nn.Module):
         rows: The number of rows of the table.
     """
 
+    if TYPE_CHECKING:  # TorchScript must not read this annotation.
+        ids: Tensor
+
     def __init__(self, ids: Tensor | None, rows: int) -> None:
         super().__init__()
-        self.register_buffer(
-            "ids", torch.empty(0, dtype=torch.int64) if ids is None else id_buffer(ids)
-        )
+        self.register_buffer("ids", id_buffer(ids))
         self.rows = rows
 
 
@@ -204,17 +207,15 @@ class _StaticCollection(nn.Module):
         self._configs = [table.config for table in tables]
         self._weighted = weighted
         self._pooled = pooled
-        self._keys = [
-            key for keys in get_embedding_names_by_table(self._configs) for key in keys
-        ]
-        self._names = [
-            name for config in self._configs for name in config.feature_names
-        ]
-        self._table_of = [
-            number
-            for number, config in enumerate(self._configs)
-            for _ in config.feature_names
-        ]
+        keys_by_table = get_embedding_names_by_table(self._configs)
+        self._keys = list(chain.from_iterable(keys_by_table))
+        names: list[str] = []
+        table_of: list[int] = []
+        for number, config in enumerate(self._configs):
+            names.extend(config.feature_names)
+            table_of.extend([number] * len(config.feature_names))
+        self._names = names
+        self._table_of = table_of
 
     def _rows_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         return rows_instead_of_ids(
@@ -222,8 +223,8 @@ class _StaticCollection(nn.Module):
             self._names,
             self._keys,
             self._table_of,
-            [each.ids for each in self.maps],  # type: ignore[misc]
-            [each.rows for each in self.maps],  # type: ignore[misc]
+            [id_map.ids for id_map in self.maps],  # type: ignore[misc]
+            [id_map.rows for id_map in self.maps],  # type: ignore[misc]
             self._weighted,
             self._pooled,
         )
@@ -232,12 +233,12 @@ class _StaticCollection(nn.Module):
         """Returns each table's config and its ids in ascending order, (R,) int64, or
         None for a table of TorchRec.
         """
-        every = []
-        for config, ids in zip(
-            self._configs, (ids_of.ids for ids_of in self.maps), strict=True
-        ):
-            every.append((config, ids[:-1] if len(ids) else None))  # type: ignore[arg-type, index]
-        return every
+        tables: list[tuple[BaseEmbeddingConfig, Tensor | None]] = []
+        for config, id_map in zip(self._configs, self.maps, strict=True):
+            assert isinstance(id_map, IdMap)
+            ids = id_map.ids[:-1] if len(id_map.ids) else None
+            tables.append((config, ids))
+        return tables
 
 
 class StaticEmbeddingBagCollection(_StaticCollection):
@@ -276,17 +277,17 @@ class StaticEmbeddingBagCollection(_StaticCollection):
             weighted,
             True,
         )
-        self._dims = [
-            config.embedding_dim for config in configs for _ in config.feature_names
-        ]
+        dims: list[int] = []
+        for config in configs:
+            dims.extend([config.embedding_dim] * len(config.feature_names))
+        self._dims = dims
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Returns the pooled rows, (B, sum of dims) float32, table by table and feature
         by feature.
         """
-        return in_order(
-            self.collection(self._rows_of(features)), self._keys, self._dims
-        )
+        pooled = self.collection(self._rows_of(features))
+        return in_order(pooled, self._keys, self._dims)
 
     def is_weighted(self) -> bool:
         """Returns whether the per-sample weights of the batch are used."""
@@ -375,9 +376,8 @@ class ProcessedFeatures(nn.Module):
         """
         # The processors may return features without the strides and inverse indices of
         # their input.
-        return self.collection(
-            self.processors(checked_features(features, self._names, False, True))
-        )
+        features = checked_features(features, self._names, False, True)
+        return self.collection(self.processors(features))
 
 
 class PositionWeights(nn.Module):
@@ -451,31 +451,27 @@ def _with_lengths(
     need_indices: bool,
 ) -> dict[str, JaggedTensor]:
     by_name = features.to_dict()
-    found: dict[str, JaggedTensor] = {}
+    outputs: dict[str, JaggedTensor] = {}
     for number, key in enumerate(keys):
         feature = by_name[names[number]]
-        found[key] = JaggedTensor(
+        outputs[key] = JaggedTensor(
             values=rows[key].values(),
             lengths=feature.lengths(),
             weights=feature.values() if need_indices else None,
         )
-    return found
+    return outputs
 
 
 def _inner_configs(tables: Sequence[StaticTable]) -> list[BaseEmbeddingConfig]:
-    """Returns the configs of TorchRec's module.
-
-    In them every feature belongs to one table.
+    """Returns the configs of TorchRec's module, in which each feature belongs to one
+    table.
 
     A feature of several tables becomes several features, because an id has another row
     number in each table.
     """
-    configs = []
-    for table, keys in zip(
-        tables,
-        get_embedding_names_by_table([table.config for table in tables]),
-        strict=True,
-    ):
+    keys_by_table = get_embedding_names_by_table([table.config for table in tables])
+    configs: list[BaseEmbeddingConfig] = []
+    for table, keys in zip(tables, keys_by_table, strict=True):
         config = copy.copy(table.config)
         config.feature_names = keys
         config.num_embeddings = len(table.weight)
@@ -489,11 +485,10 @@ def _quantized(
 ) -> nn.Module:
     if dtype == torch.float32:
         return collection
+    observer = torch.ao.quantization.PlaceholderObserver
     collection.qconfig = QuantConfig(
-        activation=torch.ao.quantization.PlaceholderObserver.with_args(
-            dtype=torch.float32
-        ),
-        weight=torch.ao.quantization.PlaceholderObserver.with_args(dtype=dtype),
+        activation=observer.with_args(dtype=torch.float32),
+        weight=observer.with_args(dtype=dtype),
     )
     quant_prep_enable_register_tbes(collection, [type(collection)])
     return kind.from_float(collection)  # type: ignore[attr-defined, no-any-return]
@@ -513,14 +508,14 @@ def stored_rows(collection: nn.Module) -> Mapping[str, tuple[str, Tensor]]:
             name: ("float32", module.weight.detach())
             for name, module in modules.items()
         }
-    every: dict[str, tuple[str, Tensor]] = {}
+    rows_by_name: dict[str, tuple[str, Tensor]] = {}
     for tbe in kernels_of(collection):
         weights = tbe.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)
-        for (name, _, _, kind, _), (weight, _, _) in zip(
+        for (name, _, _, sparse_type, _), (weight, _, _) in zip(
             tbe.embedding_specs, weights, strict=True
         ):
-            every[name] = (FORMAT_NAMES[kind.as_int()], weight)
-    return every
+            rows_by_name[name] = (FORMAT_NAMES[sparse_type.as_int()], weight)
+    return rows_by_name
 
 
 class StaticEmbedding(nn.Module):
@@ -562,10 +557,9 @@ class StaticEmbedding(nn.Module):
         # A padding id without a row reads as zeros, even if other ids without a row do
         # not.
         if self._has_padding:
-            nothing = (values == self._padding) & torch.logical_not(
-                self.table.has_rows(values)
-            )
-            rows = rows.masked_fill(nothing.unsqueeze(1), 0.0)
+            has_no_row = torch.logical_not(self.table.has_rows(values))
+            is_empty = (values == self._padding) & has_no_row
+            rows = rows.masked_fill(is_empty.unsqueeze(1), 0.0)
         shape: list[int] = list(input.shape)
         return rows.to(self._output).view(shape + [rows.shape[1]])  # noqa: RUF005  (TorchScript)
 
@@ -613,14 +607,16 @@ class StaticEmbeddingBag(nn.Module):
                 )
             bounds = integers(offsets, "offsets")
             if not self._include_last_offset:
-                bounds = torch.cat([bounds, bounds.new_full((1,), input.shape[0])])
+                last_bound = bounds.new_full((1,), input.shape[0])
+                bounds = torch.cat([bounds, last_bound])
         values = integers(input, "ids").reshape(-1)
         if weights is not None:
             weights = weights.reshape(-1)
         if self._has_padding:
             stays = values != self._padding
-            before = F.pad(stays.to(torch.int64).cumsum(0), [1, 0])
-            bounds, values = before[bounds], values[stays]
+            counts_before = F.pad(stays.to(torch.int64).cumsum(0), [1, 0])
+            bounds = counts_before[bounds]
+            values = values[stays]
             if weights is not None:
                 weights = weights[stays]
         # The ids behind the last bag are a bag more, which is dropped. A slice of the
@@ -630,7 +626,8 @@ class StaticEmbeddingBag(nn.Module):
         if weights is not None:
             weights = F.pad(weights, [0, 1])
         places = torch.arange(rows.shape[0], device=rows.device)
-        bounds = torch.cat([bounds, bounds.new_full((1,), rows.shape[0])])
+        last_bound = bounds.new_full((1,), rows.shape[0])
+        bounds = torch.cat([bounds, last_bound])
         if not self._by_torch:
             out = pooled_in_order(rows, places, bounds, weights, self._mode == "mean")
         else:

@@ -39,6 +39,7 @@ from torchrec_recstore_serving.export.selection import (
 )
 from torchrec_recstore_serving.export.signing import key_at
 from torchrec_recstore_serving.export.sorted_tables import (
+    ServedTable,
     ServedTables,
     served_table,
 )
@@ -158,17 +159,16 @@ def export_checkpoint(
         hashed(served)
     script = scripted(served)
     save_script(script, output, signing, mapped_tables(served, rows))
-    every: list[ModelTable] = list(served.tables)  # type: ignore[arg-type]
-    infos = {
-        table.name: ExportedTable(
+    infos: dict[str, ExportedTable] = {}
+    for table in served.tables:
+        assert isinstance(table, ModelTable)
+        infos[table.name] = ExportedTable(
             rows=table.row_count(),
             rows_left_out=left_out[table.name],
             dim=table.dim,
             dtype=dtype,
             bytes=table.size_bytes(),
         )
-        for table in every
-    }
     return ExportInfo(output, output.stat().st_size, infos, script.recstore_version())
 
 
@@ -225,41 +225,46 @@ def _served(
     top_rows: int | None,
     advance: Callable[[int], object],
 ) -> tuple[ServedTables, dict[str, int]]:
+    """Returns the served tables of a checkpoint, and the number of rows of each table
+    that are left out.
+    """
     row_format = check_dtype(dtype)
     check_selection(min_frequency, top_rows)
     chain = read_chain(checkpoint)
-    known = chain[-1].tables
-    names = sorted(known) if tables is None else list(tables)
-    unknown = [name for name in names if name not in known]
+    infos = chain[-1].tables
+    names = sorted(infos) if tables is None else list(tables)
+    unknown = [name for name in names if name not in infos]
     if unknown or not names or len(set(names)) != len(names):
         raise ValueError(
             f"tables must be different tables of {chain[-1].path}, which has"
-            f" {', '.join(map(repr, sorted(known))) or 'none'}, got"
+            f" {', '.join(map(repr, sorted(infos))) or 'none'}, got"
             f" {', '.join(map(repr, names)) or 'none'}"
         )
     for name in names:
-        check_dim(name, known[name].dim, row_format)
-        check_counts(name, known[name].options, min_frequency, top_rows)
-        check_counted(
-            name, known[name].rows, known[name].steps, min_frequency, top_rows
-        )
+        info = infos[name]
+        check_dim(name, info.dim, row_format)
+        check_counts(name, info.options, min_frequency, top_rows)
+        check_counted(name, info.rows, info.steps, min_frequency, top_rows)
     check_files(chain)
-    served, left_out, initial = [], {}, []
+    served: list[ServedTable] = []
+    left_out: dict[str, int] = {}
+    with_initial_rows: list[str] = []
     for name in names:
-        info = known[name]
+        info = infos[name]
         missing, exact = missing_row(
             default_initializer(info.options),
             info.options,
             info.dim,
             getattr(torch, info.dtype),
         )
-        initial += [] if exact else [name]
+        if not exact:
+            with_initial_rows.append(name)
         ids, rows = _rows(
             chain, name, missing, row_format, min_frequency, top_rows, advance
         )
         served.append(served_table(name, info.dim, row_format, ids, rows))
         left_out[name] = info.rows - len(ids)
-    warn_of_initial_rows(initial)
+    warn_of_initial_rows(with_initial_rows)
     module = ServedTables(served)
     warn_unless_finite(module)
     return module, left_out
@@ -281,36 +286,43 @@ def _rows(
     selected rows.
     """
     info = chain[-1].tables[name]
-    kept: Tensor | None = None
+    is_selected: Tensor | None = None
     count = info.rows
     if min_frequency > 0 or top_rows is not None:
-        counts = [_frequency(part, info) for part in _parts(chain, name, advance)]
-        frequency = torch.cat([torch.empty(0, dtype=torch.int64), *counts])
-        places = selected(frequency, min_frequency, top_rows)
-        kept = torch.zeros(len(frequency), dtype=torch.bool)
-        kept[places] = True
-        count = len(places)
+        frequencies = [torch.empty(0, dtype=torch.int64)]
+        for part in _parts(chain, name, advance):
+            frequencies.append(_frequency(part, info))
+        frequency = torch.cat(frequencies)
+        positions = selected(frequency, min_frequency, top_rows)
+        is_selected = torch.zeros(len(frequency), dtype=torch.bool)
+        is_selected[positions] = True
+        count = len(positions)
     ids = torch.empty(count, dtype=torch.int64)
     first = packed(name, missing[None], row_format)
     rows = first.new_empty(count + 1, first.shape[1])
     rows[:1] = first
-    at = read = 0
+    read_count = 0
+    begin = 0
     for part in _parts(chain, name, advance):
-        if kept is not None:
-            read += len(part)
-            part = part.take(kept[read - len(part) : read])
-        ids[at : at + len(part)] = part.ids
-        rows[at + 1 : at + 1 + len(part)] = packed(name, part.weights, row_format)
-        at += len(part)
+        if is_selected is not None:
+            selected_rows = is_selected[read_count : read_count + len(part)]
+            read_count += len(part)
+            part = part.take(selected_rows)
+        end = begin + len(part)
+        ids[begin:end] = part.ids
+        rows[1:][begin:end] = packed(name, part.weights, row_format)
+        begin = end
     return ids, rows
 
 
 def _parts(
     chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], object]
 ) -> Parts:
+    """Yields the rows of a table part by part, each with all columns."""
+    columns = range(chain[-1].tables[name].dim)
     for shards in FoldedTable(chain, name):
         if shards and len(shards[0]):
-            yield Part.joined(shards, range(chain[-1].tables[name].dim))
+            yield Part.joined(shards, columns)
             advance(len(shards[0]))
 
 

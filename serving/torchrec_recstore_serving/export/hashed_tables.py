@@ -82,16 +82,16 @@ class HashedTable(TableWithRows):
         return self.native.bytes()  # type: ignore[no-any-return]
 
     @torch.jit.export
-    def give_rows_of(self, table: str, values: Tensor, found: list[Tensor]) -> None:
-        """Appends three tensors to ``found``, if this table has the name ``table``.
+    def give_rows_of(self, table: str, values: Tensor, results: list[Tensor]) -> None:
+        """Appends three tensors to ``results``, if this table has the name ``table``.
 
         They are the rows of the ids in the row format, whether each id has a row, (N,)
         bool, and the row for ids without a row.
         """
         if table == self.name:
-            found.append(self.native.stored(values))
-            found.append(self.native.contains(values))
-            found.append(self.native.missing_row())
+            results.append(self.native.stored(values))
+            results.append(self.native.contains(values))
+            results.append(self.native.missing_row())
 
     @torch.jit.export
     def give_tensors(self, tensors: dict[str, Tensor]) -> None:

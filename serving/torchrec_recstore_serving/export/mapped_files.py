@@ -26,6 +26,7 @@ _BLOCK_BYTES = 8 << 20
 _LOCAL_HEADER_BYTES = 30  # of a zip file, before the name of the record
 _ZIP64_BYTES = 20  # of the extra field that zipfile adds
 _PADDING = 0x4246  # the number of the extra field with which torch aligns records, too
+_PADDING_HEADER = struct.Struct("<HH")  # this number, and the size of the padding
 
 
 @contextmanager
@@ -42,12 +43,12 @@ def rows_apart(tables: Sequence[Any]) -> Iterator[dict[str, list[Tensor]]]:
         the name of the record.
     """
     identity = secrets.token_hex(16)
-    names = [f"rows/{identity}/{number}" for number, _ in enumerate(tables)]
+    records: dict[str, list[Tensor]] = {}
     try:
-        yield {
-            name: table.native.write_apart(name)
-            for name, table in zip(names, tables, strict=True)
-        }
+        for number, table in enumerate(tables):
+            name = f"rows/{identity}/{number}"
+            records[name] = table.native.write_apart(name)
+        yield records
     finally:
         for table in tables:
             table.native.write_within()
@@ -63,10 +64,17 @@ def append_records(path: Path, records: dict[str, list[Tensor]]) -> None:
         folder = archive.namelist()[0].partition("/")[0]
         for name, tensors in records.items():
             record = zipfile.ZipInfo(f"{folder}/{name}")
-            header = _LOCAL_HEADER_BYTES + len(record.filename) + _ZIP64_BYTES + 4
-            padding = -(archive.start_dir + header) % _ALIGNMENT
-            record.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
+            header_bytes = (
+                _LOCAL_HEADER_BYTES
+                + len(record.filename)
+                + _ZIP64_BYTES
+                + _PADDING_HEADER.size
+            )
+            padding_bytes = -(archive.start_dir + header_bytes) % _ALIGNMENT
+            padding = _PADDING_HEADER.pack(_PADDING, padding_bytes)
+            record.extra = padding + bytes(padding_bytes)
             with archive.open(record, "w", force_zip64=True) as file:
                 for tensor in tensors:
-                    for block in tensor.view(-1).view(torch.uint8).split(_BLOCK_BYTES):  # type: ignore[no-untyped-call]
+                    data = tensor.view(-1).view(torch.uint8)
+                    for block in data.split(_BLOCK_BYTES):  # type: ignore[no-untyped-call]
                         file.write(memoryview(block.numpy()))

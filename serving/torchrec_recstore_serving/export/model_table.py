@@ -81,22 +81,22 @@ class ModelTable(nn.Module):
         """Returns the size of the ids and the rows in the model in bytes."""
         raise NotImplementedError
 
-    def give_ids(self, table: str, found: list[Tensor]) -> None:
-        """Appends the ids in ascending order, (R,) int64, to ``found`` if this table
+    def give_ids(self, table: str, results: list[Tensor]) -> None:
+        """Appends the ids in ascending order, (R,) int64, to ``results`` if this table
         has the name ``table``.
         """
         raise NotImplementedError
 
-    def give_rows(self, table: str, found: list[Tensor]) -> None:
-        """Appends the rows in the row format to ``found`` if this table has the name
+    def give_rows(self, table: str, results: list[Tensor]) -> None:
+        """Appends the rows in the row format to ``results`` if this table has the name
         ``table``.
 
         A first row for ids without a row is before them if the table has ids.
         """
         raise NotImplementedError
 
-    def give_rows_of(self, table: str, values: Tensor, found: list[Tensor]) -> None:
-        """Appends the rows of some ids to ``found``, if this table has the name
+    def give_rows_of(self, table: str, values: Tensor, results: list[Tensor]) -> None:
+        """Appends the rows of some ids to ``results``, if this table has the name
         ``table`` and searches ids by hash: see :meth:`HashedTable.give_rows_of`.
         """
         raise NotImplementedError
@@ -121,9 +121,9 @@ class ModelTable(nn.Module):
     # The model applies a delta: it checks, prepares, takes and ends it on all tables,
     # one step after the other.
 
-    def check_delta(self, delta: dict[str, Tensor], known: list[str]) -> None:
+    def check_delta(self, delta: dict[str, Tensor], known_keys: list[str]) -> None:
         """Refuses a delta that :meth:`take_delta` cannot apply, and appends the keys of
-        this table to ``known``.
+        this table to ``known_keys``.
 
         Raises:
             ValueError: The tensors of the delta do not fit the table.
@@ -194,31 +194,33 @@ class TableWithRows(ModelTable):
         raise NotImplementedError
 
     @torch.jit.export
-    def give_ids(self, table: str, found: list[Tensor]) -> None:
+    def give_ids(self, table: str, results: list[Tensor]) -> None:
         """See :meth:`ModelTable.give_ids`."""
         if table == self.name:
-            found.append(self.raw_ids())
+            results.append(self.raw_ids())
 
     @torch.jit.export
-    def give_rows(self, table: str, found: list[Tensor]) -> None:
+    def give_rows(self, table: str, results: list[Tensor]) -> None:
         """See :meth:`ModelTable.give_rows`."""
         if table == self.name:
-            found.append(self.stored_rows())
+            results.append(self.stored_rows())
 
     @torch.jit.export
-    def check_delta(self, delta: dict[str, Tensor], known: list[str]) -> None:
+    def check_delta(self, delta: dict[str, Tensor], known_keys: list[str]) -> None:
         """See :meth:`ModelTable.check_delta`.
 
         Raises:
             ValueError: A key is missing. See :meth:`check_rows` for other errors.
         """
-        if self.name + "/ids" in delta:
-            keys = [self.name + "/ids", self.name + "/rows", self.name + "/removed"]
-            for key in keys:
-                known.append(key)
+        ids_key = self.name + "/ids"
+        rows_key = self.name + "/rows"
+        removed_key = self.name + "/removed"
+        if ids_key in delta:
+            for key in [ids_key, rows_key, removed_key]:
+                known_keys.append(key)
                 if key not in delta:
                     raise ValueError("the delta has no " + key)
-            self.check_rows(delta[keys[0]], delta[keys[1]], delta[keys[2]])
+            self.check_rows(delta[ids_key], delta[rows_key], delta[removed_key])
 
     @torch.jit.export
     def check_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
@@ -250,13 +252,14 @@ class TableWithRows(ModelTable):
                 + ": the delta's removed ids are no vector of int64"
             )
         sorted_ids = torch.cat([ids, removed]).sort()[0]
-        if torch.any(sorted_ids[1:] == sorted_ids[:-1]).item():
+        is_repeated = sorted_ids[1:] == sorted_ids[:-1]
+        if torch.any(is_repeated).item():
             raise ValueError(
                 "table " + self.name + ": the delta has an id more than once"
             )
         if not self.has_ids:
-            beyond = torch.any((ids < 0) | (ids >= self.row_count())).item()
-            if removed.shape[0] > 0 or beyond:
+            is_beyond = (ids < 0) | (ids >= self.row_count())
+            if removed.shape[0] > 0 or torch.any(is_beyond).item():
                 raise ValueError(
                     "table "
                     + self.name

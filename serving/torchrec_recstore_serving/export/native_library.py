@@ -41,10 +41,10 @@ def load_library() -> Path:
             f"the library of served models is not in {_FOLDER}: run `make build` in the"
             " repository"
         )
-    found = re.search(
+    match = re.search(
         rb"recstore serving library for torch (\d+\.\d+)", path.read_bytes()
     )
-    built = found[1].decode() if found else "an unknown version"
+    built = match[1].decode() if match else "an unknown version"
     if built != ".".join(torch.__version__.split(".")[:2]):
         raise ImportError(
             f"{path.name} was built with torch {built}, and this is torch"

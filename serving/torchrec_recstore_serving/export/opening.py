@@ -43,7 +43,8 @@ def open_base(
             verify(base)
             return load_export(base)
         with tempfile.TemporaryDirectory(prefix="recstore-base-") as folder:
-            return load_export(private_copy(Path(base), Path(folder), str(base), key))
+            copy = private_copy(Path(base), Path(folder), str(base), key)
+            return load_export(copy)
     _check_served(base, "base")
     # A check would read all rows of a model with a hash index. Its version follows from
     # the changed rows of each delta.
@@ -113,14 +114,14 @@ def load_export(path: str | Path) -> torch.jit.ScriptModule:
     return served
 
 
-def _check_served(model: torch.jit.ScriptModule, what: str) -> None:
+def _check_served(model: torch.jit.ScriptModule, name: str) -> None:
     if not hasattr(model, "recstore_format"):
         raise ValueError(
-            f"{what} is not a model that export_for_inference or export_checkpoint has"
+            f"{name} is not a model that export_for_inference or export_checkpoint has"
             " written"
         )
     if model.recstore_format() != FORMAT:
-        raise ValueError(not_known(f"{what} has the format {model.recstore_format()}"))
+        raise ValueError(not_known(f"{name} has the format {model.recstore_format()}"))
 
 
 def is_hashed(base: torch.jit.ScriptModule) -> bool:

@@ -30,10 +30,11 @@ TYPE_NUMBERS = {"float16": 1, "int8": 2, "int4": 3}
 1.8.0.
 """
 
-FORMAT_NAMES = {0: "float32"} | {number: name for name, number in TYPE_NUMBERS.items()}
+FORMAT_NAMES = {0: "float32", 1: "float16", 2: "int8", 3: "int4"}
 """The names of the row formats by FBGEMM's numbers."""
 
 _ALIGNMENT = 16  # bytes; torchrec.quant's DEFAULT_ROW_ALIGNMENT (TorchRec 1.8.0)
+_SCALE_AND_BIAS_BYTES = 4  # of an int8 or int4 row
 _GREATEST = torch.finfo(torch.float16).max
 _BITS = {"float16": 16, "int8": 8, "int4": 4}
 # The dim must be a multiple of this number, because FBGEMM packs rows into pairs of
@@ -74,7 +75,9 @@ def row_bytes(dim: int, row_format: str) -> int:
     """Returns the size of a stored row in bytes."""
     if row_format == "float32":
         return dim * 4
-    size = dim * _BITS[row_format] // 8 + (0 if row_format == "float16" else 4)
+    size = dim * _BITS[row_format] // 8
+    if row_format in ("int8", "int4"):
+        size += _SCALE_AND_BIAS_BYTES
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -117,18 +120,20 @@ def packed(name: str, weight: Tensor, row_format: str) -> Tensor:
         return weight
     import fbgemm_gpu  # noqa: F401  (registers the ops that pack and read the rows; float32 rows need none)
 
-    out = torch.zeros(
-        len(weight), row_bytes(weight.shape[1], row_format), dtype=torch.uint8
-    )
-    if len(weight) == 0:
-        return out
+    count, dim = weight.shape
+    rows = torch.zeros(count, row_bytes(dim, row_format), dtype=torch.uint8)
+    if count == 0:
+        return rows
     if row_format == "float16":
         data = weight.half().view(torch.uint8)
-        out[:, : data.shape[1]] = data
-        return out
+        rows[:, : data.shape[1]] = data
+        return rows
     data = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(
         weight, _BITS[row_format]
     )
-    out[:, :4] = data[:, -4:]
-    out[:, 4 : data.shape[1]] = data[:, :-4]
-    return out
+    # FBGEMM's function writes the scale and the bias at the end of a row.
+    numbers = data[:, :-_SCALE_AND_BIAS_BYTES]
+    end = _SCALE_AND_BIAS_BYTES + numbers.shape[1]
+    rows[:, :_SCALE_AND_BIAS_BYTES] = data[:, -_SCALE_AND_BIAS_BYTES:]
+    rows[:, _SCALE_AND_BIAS_BYTES:end] = numbers
+    return rows

@@ -10,6 +10,7 @@ Tests: tests/serving/export/test_from_model.py.
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,10 +35,9 @@ from torchrec_recstore_serving.export.sorted_tables import (
     integers,
     served_table,
 )
+from torchrec_recstore_serving.export.structure import tensors_of
 from torchrec_recstore_serving.export.verification import (
-    checksum_of,
-    hexadecimal,
-    scripted_function,
+    hexadecimal_checksum,
 )
 
 
@@ -66,27 +66,23 @@ def dense_tensors(model: nn.Module, *, every_path: bool = False) -> dict[str, Te
             Default: False, only for the first name.
     """
     tensors: dict[str, Tensor] = {}
-    known: set[int] = set()
+    known_ids: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=not every_path):
         if isinstance(module, ModelTable):
             continue
-        for name, value in {
-            **vars(module),
-            **module._parameters,
-            **module._buffers,
-        }.items():
-            if isinstance(value, Tensor) and (every_path or id(value) not in known):
-                known.add(id(value))
-                tensors[f"{path}.{name}" if path else name] = value.detach()
+        for name, tensor in tensors_of(module):
+            if every_path or id(tensor) not in known_ids:
+                known_ids.add(id(tensor))
+                tensors[f"{path}.{name}" if path else name] = tensor.detach()
     return tensors
 
 
 def tensor_at(script: torch.jit.ScriptModule, name: str) -> Tensor | None:
     """Returns a served model's tensor of this name; None if there is no such tensor."""
-    found: object = script
+    value: object = script
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found.detach() if isinstance(found, Tensor) else None
+        value = getattr(value, part, None)
+    return value.detach() if isinstance(value, Tensor) else None
 
 
 def version_of(served: nn.Module, script: torch.jit.ScriptModule) -> str:
@@ -104,7 +100,7 @@ def version_of(served: nn.Module, script: torch.jit.ScriptModule) -> str:
     for name, tensor in dense_tensors(served, every_path=True).items():
         if tensor_at(script, name) is not None:
             tensors[f"dense/{name}"] = tensor
-    return str(scripted_function(hexadecimal)(scripted_function(checksum_of)(tensors)))
+    return hexadecimal_checksum(tensors)
 
 
 def side_by_side(pooled: Tensor, features: int) -> Tensor:
@@ -114,11 +110,9 @@ def side_by_side(pooled: Tensor, features: int) -> Tensor:
     if features == 1:
         return pooled
     bags = pooled.shape[0] // features
-    return (
-        pooled.view(features, bags, pooled.shape[1])
-        .transpose(0, 1)
-        .reshape(bags, features * pooled.shape[1])
-    )
+    dim = pooled.shape[1]
+    by_feature = pooled.view(features, bags, dim)
+    return by_feature.transpose(0, 1).reshape(bags, features * dim)
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:
@@ -150,12 +144,11 @@ class ServedEmbeddingBagCollection(nn.Module):
         self._features = features
         self._means = means
         self._keys = keys
-        self._dims = [
-            table.dim
-            for table, names in zip(tables, features, strict=True)
-            for _ in names
-        ]
-        self._names = [name for names in features for name in names]
+        self._names = list(chain.from_iterable(features))
+        dims: list[int] = []
+        for table, names in zip(tables, features, strict=True):
+            dims.extend([table.dim] * len(names))
+        self._dims = dims
         self._weighted = weighted
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -165,9 +158,8 @@ class ServedEmbeddingBagCollection(nn.Module):
         Raises:
             ValueError: See :func:`checked_features` and :func:`check_lengths`.
         """
-        by_name = checked_features(
-            features, self._names, self._weighted, True
-        ).to_dict()
+        features = checked_features(features, self._names, self._weighted, True)
+        by_name = features.to_dict()
         outputs: list[Tensor] = []
         for number, table in enumerate(self.tables):
             names = self._features[number]
@@ -204,7 +196,7 @@ class ServedEmbeddingCollection(nn.Module):
         self.tables = nn.ModuleList(tables)
         self._features = features
         self._keys = keys
-        self._names = [name for names in features for name in names]
+        self._names = list(chain.from_iterable(features))
         self._need_indices = need_indices
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -214,17 +206,18 @@ class ServedEmbeddingCollection(nn.Module):
             ValueError: See :func:`checked_features` and :func:`check_lengths`.
         """
         by_name = checked_features(features, self._names, False, False).to_dict()
-        found: dict[str, JaggedTensor] = {}
+        outputs: dict[str, JaggedTensor] = {}
         for number, table in enumerate(self.tables):
-            for place, name in enumerate(self._features[number]):
+            keys = self._keys[number]
+            for position, name in enumerate(self._features[number]):
                 feature = by_name[name]
                 check_lengths(feature.values(), integers(feature.lengths(), "lengths"))
-                found[self._keys[number][place]] = JaggedTensor(
+                outputs[keys[position]] = JaggedTensor(
                     values=table.lookup(feature.values()),  # type: ignore[operator]
                     lengths=feature.lengths(),
                     weights=feature.values() if self._need_indices else None,
                 )
-        return found
+        return outputs
 
 
 def copied_with(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
@@ -237,11 +230,9 @@ def copied_with(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
             ``id`` of the latter. The dict is the ``memo`` of ``copy.deepcopy``, and is
             changed.
     """
+    wrappers = (DistributedModelParallel, DistributedDataParallel)
     for module in reversed(list(model.modules())):  # Inner modules come first.
-        if (
-            isinstance(module, DistributedModelParallel | DistributedDataParallel)
-            and id(module) not in replaced
-        ):
+        if isinstance(module, wrappers) and id(module) not in replaced:
             replaced[id(module)] = copy.deepcopy(module.module, replaced)
     copied: nn.Module = copy.deepcopy(model, replaced)
     return copied
@@ -273,16 +264,15 @@ def scriptable(exported: nn.Module, *, index: str = "sorted") -> nn.Module:
             torch.
     """
     check_index(index)
-    replaced = {
-        id(module): served_collection(module)
-        for module in exported.modules()
-        if isinstance(module, StaticEmbeddingBagCollection | StaticEmbeddingCollection)
-    }
+    replaced: dict[int, Any] = {}
+    for module in exported.modules():
+        if isinstance(module, StaticEmbeddingBagCollection | StaticEmbeddingCollection):
+            replaced[id(module)] = served_collection(module)
     for parameter in exported.parameters():
-        replaced.setdefault(id(parameter), parameter)  # type: ignore[arg-type]
+        replaced.setdefault(id(parameter), parameter)
     for buffer in exported.buffers():
         # An expanded buffer can be neither read as bytes nor written by a delta.
-        replaced.setdefault(id(buffer), buffer.contiguous())  # type: ignore[arg-type]
+        replaced.setdefault(id(buffer), buffer.contiguous())
     model = copied_with(exported, replaced)
     _name_apart(model)
     return hashed(model) if index == "hash" else model
@@ -293,17 +283,17 @@ def _name_apart(model: nn.Module) -> None:
     module, as in checkpoints.
     """
     tables = list(served_tables(model))
-    times = Counter(table.name for _, table in tables)
+    name_counts = Counter(table.name for _, table in tables)
     for path, table in tables:
-        if times[table.name] == 1:
+        if name_counts[table.name] == 1:
             continue
         parts = path.split(".")[:-1]
         if isinstance(model.get_submodule(".".join(parts)), nn.ModuleList):
             parts.pop()
-        if parts and isinstance(
-            model.get_submodule(".".join(parts[:-1])), ProcessedFeatures
-        ):
-            parts.pop()
+        if parts:
+            outer = model.get_submodule(".".join(parts[:-1]))
+            if isinstance(outer, ProcessedFeatures):
+                parts.pop()
         table.name = ".".join([*parts, table.name])
 
 
@@ -313,26 +303,25 @@ def served_collection(
     """Returns the served collection of a static one, whose ``tables`` are in the order
     of the static tables.
     """
-    stored = stored_rows(module.collection)
-    described = module.tables()
+    rows_by_name = stored_rows(module.collection)
     tables = []
-    for config, ids in described:
-        row_format, rows = stored[config.name]
+    configs = []
+    for config, ids in module.tables():
+        row_format, rows = rows_by_name[config.name]
         tables.append(
             served_table(config.name, config.embedding_dim, row_format, ids, rows)
         )
-    configs = [config for config, _ in described]
+        configs.append(config)
     features = [list(config.feature_names) for config in configs]
-    keys = get_embedding_names_by_table(configs)
+    keys_by_table = get_embedding_names_by_table(configs)
     if isinstance(module, StaticEmbeddingCollection):
-        return ServedEmbeddingCollection(tables, features, keys, module.need_indices())
+        return ServedEmbeddingCollection(
+            tables, features, keys_by_table, module.need_indices()
+        )
     means = [
         config.pooling == PoolingType.MEAN for config in module.embedding_bag_configs()
     ]
+    keys = list(chain.from_iterable(keys_by_table))
     return ServedEmbeddingBagCollection(
-        tables,
-        features,
-        means,
-        [key for some in keys for key in some],
-        module.is_weighted(),
+        tables, features, means, keys, module.is_weighted()
     )

@@ -31,8 +31,8 @@ from torchrec_recstore_serving.export.model_table import ModelTable
 from torchrec_recstore_serving.export.row_formats import packed
 
 _PIECE_ROWS = 1 << 16  # The number of rows that are read and packed at a time.
-# the rows of a table
-_OF_COLLECTION = re.compile(r"\bcollection\.embedding(?:_bag)?s\.(.+)\.weight$")
+# The key of a table's rows in the state_dict of a collection; its group is the name.
+_WEIGHT_OF_COLLECTION = re.compile(r"\bcollection\.embedding(?:_bag)?s\.(.+)\.weight$")
 
 
 def aged(
@@ -50,9 +50,9 @@ def aged(
         steps: The number of training steps of the table.
         options: The table's options.
     """
-    half_life = (
-        options.eviction.half_life_steps if isinstance(options.eviction, LFU) else None
-    )
+    if not isinstance(options.eviction, LFU):
+        return frequency
+    half_life = options.eviction.half_life_steps
     if half_life is None:
         return frequency
     halvings = (steps // half_life - last_step // half_life).clamp(0, 63)
@@ -65,16 +65,16 @@ def check_selection(min_frequency: int, top_rows: int | None) -> None:
     Raises:
         TypeError, ValueError: A value is invalid. The message names the argument.
     """
-    for name, value, least in (
-        ("min_frequency", min_frequency, 0),
-        ("top_rows", top_rows, 1),
-    ):
-        if value is None and name == "top_rows":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    _check_at_least("min_frequency", min_frequency, 0)
+    if top_rows is not None:
+        _check_at_least("top_rows", top_rows, 1)
+
+
+def _check_at_least(argument: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{argument} must be at least {least}, got {value}")
 
 
 def check_counted(
@@ -157,7 +157,8 @@ def missing_row(
     value = _only_value(initializer)
     if value is None:
         return torch.zeros(dim), False
-    return torch.full((dim,), value).to(value_dtype(dtype)).float(), True
+    row = torch.full((dim,), value)
+    return row.to(value_dtype(dtype)).float(), True
 
 
 def warn_of_initial_rows(names: Sequence[str]) -> None:
@@ -189,22 +190,25 @@ def warn_unless_finite(
         changed: (N, dim) float32. By table, the rows that have changed, if ``model``
             has no rows. Default: None.
     """
-    tables = {
+    names: list[str] = []
+    for table_name, rows in (changed or {}).items():
+        if not _is_finite(rows):
+            names.append(f"table {table_name!r}")
+    table_names = {
         f"{path}.rows": module.name
         for path, module in model.named_modules()
         if isinstance(module, ModelTable)
     }
-    names = [
-        f"table {name!r}"
-        for name, rows in (changed or {}).items()
-        if not _is_finite(rows)
-    ]
-    for name, tensor in model.state_dict().items():
+    for key, tensor in model.state_dict().items():
         if not isinstance(tensor, Tensor) or _is_finite(tensor):
             continue
-        of_collection = _OF_COLLECTION.search(name)
-        table = of_collection[1] if of_collection else tables.get(name)
-        names.append(name if table is None else f"table {table!r}")
+        weight = _WEIGHT_OF_COLLECTION.search(key)
+        if weight is not None:
+            names.append(f"table {weight[1]!r}")
+        elif key in table_names:
+            names.append(f"table {table_names[key]!r}")
+        else:
+            names.append(key)
     if names:
         warn_user(
             f"the exported model has NaN or infinity in {', '.join(names)}, and so have"
@@ -220,10 +224,12 @@ def _is_finite(tensor: Tensor) -> bool:
     if tensor.dtype not in (torch.float32, torch.float64):
         tensor = tensor.float()
     # without a mask of this size
-    return bool(torch.isfinite(torch.stack(tensor.detach().aminmax())).all())
+    extremes = torch.stack(tensor.detach().aminmax())
+    return bool(torch.isfinite(extremes).all())
 
 
 def _only_value(initializer: Initializer) -> float | None:
+    """Returns the value of all initial weights. None: they differ."""
     if isinstance(initializer, ConstantInit):
         return initializer.value
     if isinstance(initializer, UniformInit):
@@ -241,12 +247,14 @@ class _GatheredRows:
             without a row.
         frequency: (R,) int64. The frequencies of the rows; see :func:`aged`.
         steps: The number of training steps of the table.
+        columns: The columns of the table that the rows have.
     """
 
     ids: Tensor
     rows: Tensor
     frequency: Tensor
     steps: int
+    columns: slice
 
 
 def whole_table(
@@ -275,66 +283,55 @@ def whole_table(
         marks: The change mark of each shard of this rank is added to it. Default: None.
     """
     marks = {} if marks is None else marks
+    parts: list[_GatheredRows] = []
     with nullcontext() if env is None else refused_together(env):
-        mine = [
-            (
-                (shard.columns.start, shard.columns.stop),
-                _part(shard, missing, row_format, marks),
-            )
-            for shard in shards
-        ]
-    parts = [
-        part
-        for of_rank in ([mine] if env is None else all_gathered(mine, env))
-        for part in of_rank
-    ]
-    del mine
+        for shard in shards:
+            parts.append(_part(shard, missing, row_format, marks))
+    if env is not None:
+        parts_of_ranks = all_gathered(parts, env)
+        parts = [part for parts_of_rank in parts_of_ranks for part in parts_of_rank]
+        del parts_of_ranks
     if len(parts) == 1:
-        return parts[0][1]
-    ids = torch.cat([part.ids for _, part in parts]).unique()  # type: ignore[no-untyped-call]
-    steps = max(part.steps for _, part in parts)
+        return parts[0]
+    ids = torch.cat([part.ids for part in parts]).unique()  # type: ignore[no-untyped-call]
+    steps = max(part.steps for part in parts)
     first = packed(name, missing[None], row_format)
     rows = first.new_empty(len(ids) + 1, first.shape[1])
     rows[:1] = first
     frequency = torch.zeros(len(ids), dtype=torch.int64)
     while parts:  # Each part is released after it has been copied.
-        (start, stop), part = parts.pop()
-        places = torch.searchsorted(ids, part.ids)
-        columns = slice(start, stop) if row_format == "float32" else slice(None)
-        rows[1:][places, columns] = part.rows[1:]
+        part = parts.pop()
+        positions = torch.searchsorted(ids, part.ids)
+        columns = part.columns if row_format == "float32" else slice(None)
+        rows[1:][positions, columns] = part.rows[1:]
         # All column shards have the same frequencies.
-        frequency[places] = part.frequency
+        frequency[positions] = part.frequency
         del part
-    return _GatheredRows(ids, rows, frequency, steps)
+    return _GatheredRows(ids, rows, frequency, steps, slice(0, len(missing)))
 
 
 def _part(
     shard: Table, missing: Tensor, row_format: str, marks: dict[Table, int]
 ) -> _GatheredRows:
     """Reads the rows of one shard."""
-    first = packed(
-        shard.name, missing[None, shard.columns.start : shard.columns.stop], row_format
-    )
+    columns = slice(shard.columns.start, shard.columns.stop)
+    first = packed(shard.name, missing[None, columns], row_format)
     with shard.snapshot() as snapshot:
         marks[shard] = snapshot.mark
         count = len(snapshot)
-        ids, frequency = (
-            torch.empty(count, dtype=torch.int64),
-            torch.empty(count, dtype=torch.int64),
-        )
+        ids = torch.empty(count, dtype=torch.int64)
+        frequency = torch.empty(count, dtype=torch.int64)
         rows = first.new_empty(count + 1, first.shape[1])
         rows[:1] = first
         for begin in range(0, count, _PIECE_ROWS):
             read = snapshot.read(min(_PIECE_ROWS, count - begin))
             part = slice(begin, begin + len(read))
-            ids[part], rows[1:][part] = (
-                read.ids,
-                packed(shard.name, read.weights, row_format),
-            )
+            ids[part] = read.ids
+            rows[1:][part] = packed(shard.name, read.weights, row_format)
             frequency[part] = aged(
                 read.rows["frequency"],
                 read.rows["last_step"],
                 snapshot.steps,
                 shard.options,
             )
-        return _GatheredRows(ids, rows, frequency, snapshot.steps)
+        return _GatheredRows(ids, rows, frequency, snapshot.steps, columns)

@@ -12,8 +12,8 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_LEAST_CHARACTERS = 32
-_LEAST_DIFFERENT = 8
+_MIN_CHARACTERS = 32
+_MIN_DIFFERENT = 8
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Key:
     path: Path
     secret: bytes = field(repr=False)
 
-    def begin(self, what: str) -> hmac.HMAC:
+    def begin(self, purpose: str) -> hmac.HMAC:
         """Begins a signature.
 
         What is signed as one thing is not a signature of another thing.
         """
-        return hmac.new(self.secret, what.encode() + b"\0", hashlib.sha256)
+        return hmac.new(self.secret, purpose.encode() + b"\0", hashlib.sha256)
 
-    def sign(self, what: str, data: bytes) -> str:
+    def sign(self, purpose: str, data: bytes) -> str:
         """Returns the signature of ``data`` in 64 hexadecimal digits."""
-        begun = self.begin(what)
-        begun.update(data)
-        return begun.hexdigest()
+        signature = self.begin(purpose)
+        signature.update(data)
+        return signature.hexdigest()
 
 
 def key_at(path: str | Path | None) -> Key | None:
@@ -62,10 +62,10 @@ def key_at(path: str | Path | None) -> Key | None:
             f" chmod 600 {path}"
         )
     secret = path.read_bytes().strip()
-    if len(secret) < _LEAST_CHARACTERS or len(set(secret)) < _LEAST_DIFFERENT:
+    if len(secret) < _MIN_CHARACTERS or len(set(secret)) < _MIN_DIFFERENT:
         raise ValueError(
-            f"the key {path} must have at least {_LEAST_CHARACTERS} characters,"
-            f" {_LEAST_DIFFERENT} of them different: openssl rand -hex 32 prints one"
+            f"the key {path} must have at least {_MIN_CHARACTERS} characters,"
+            f" {_MIN_DIFFERENT} of them different: openssl rand -hex 32 prints one"
         )
     return Key(path, secret)
 

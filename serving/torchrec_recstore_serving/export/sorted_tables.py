@@ -22,22 +22,21 @@ from torchrec_recstore_serving.export.row_formats import TYPE_NUMBERS
 _LAST_ID = 2**63 - 1
 
 
-def id_buffer(ids: Tensor) -> Tensor:
+def id_buffer(ids: Tensor | None) -> Tensor:
     """Makes the buffer of ids for :func:`rows_of_ids`.
 
     Args:
-        ids: (R,) int64. The ids in ascending order.
+        ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in
+            which row i is id i.
 
     Returns:
         (R + 1,) int64: the ids and the greatest int64, so that the result of a search
-        is always a valid position.
+        is always a valid position. (0,) for a table of TorchRec.
     """
-    return torch.cat([ids, torch.full((1,), _LAST_ID, dtype=torch.int64)])
-
-
-def _buffer_of(ids: Tensor | None) -> Tensor:
-    """Returns the buffer of ids; without an entry for a table of TorchRec."""
-    return torch.empty(0, dtype=torch.int64) if ids is None else id_buffer(ids)
+    if ids is None:
+        return torch.empty(0, dtype=torch.int64)
+    last_id = torch.full((1,), _LAST_ID, dtype=torch.int64)
+    return torch.cat([ids, last_id])
 
 
 @torch.fx.wrap
@@ -87,7 +86,8 @@ def check_lengths(values: Tensor, lengths: Tensor) -> None:
 
 def _check_lengths(values: Tensor, lengths: Tensor) -> None:
     is_negative = bool(torch.any(lengths < 0).item())
-    if is_negative or int(lengths.sum().item()) != values.shape[0]:
+    total = int(lengths.sum().item())
+    if is_negative or total != values.shape[0]:
         raise ValueError(
             "lengths must not be negative and add up to the number of values"
         )
@@ -109,7 +109,8 @@ def rows_of_ids(ids: Tensor, values: Tensor) -> Tensor:
     """
     values = integers(values, "values")
     positions = torch.searchsorted(ids, values)
-    has_row = (ids[positions] == values) & (positions < ids.shape[0] - 1)
+    last_position = ids.shape[0] - 1
+    has_row = (ids[positions] == values) & (positions < last_position)
     return torch.where(has_row, positions + 1, torch.zeros_like(positions))
 
 
@@ -168,18 +169,19 @@ def pooled_in_order(
 
 
 def check_tensor(
-    delta: dict[str, Tensor], key: str, tensor: Tensor, known: list[str]
+    delta: dict[str, Tensor], key: str, tensor: Tensor, known_keys: list[str]
 ) -> None:
     """Refuses a delta whose tensor :func:`take_tensor` cannot copy.
 
-    If the delta has the key, appends it to ``known``.
+    If the delta has the key, appends it to ``known_keys``.
 
     Raises:
         ValueError: The shape or data type differs. The message names the key.
     """
     if key in delta:
-        known.append(key)
-        if delta[key].shape != tensor.shape or delta[key].dtype != tensor.dtype:
+        known_keys.append(key)
+        new_tensor = delta[key]
+        if new_tensor.shape != tensor.shape or new_tensor.dtype != tensor.dtype:
             raise ValueError(key + " is of another shape or data type in the delta")
 
 
@@ -212,7 +214,7 @@ class ServedTable(TableWithRows):
         self, name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor
     ) -> None:
         super().__init__(name, dim, row_format, has_ids=ids is not None)
-        self.register_buffer("ids", _buffer_of(ids))
+        self.register_buffer("ids", id_buffer(ids))
         self.register_buffer("rows", rows)
 
     def row_numbers(self, values: Tensor) -> Tensor:
@@ -266,7 +268,7 @@ class ServedTable(TableWithRows):
         return ids_bytes + rows_bytes
 
     @torch.jit.export
-    def give_rows_of(self, table: str, values: Tensor, found: list[Tensor]) -> None:
+    def give_rows_of(self, table: str, values: Tensor, results: list[Tensor]) -> None:
         """Appends nothing, because only hashed tables find some rows quickly."""
 
     @torch.jit.export
@@ -326,10 +328,12 @@ class ServedTable(TableWithRows):
             self.rows = self.rows.index_copy(0, ids, rows)
             return
         old_ids = self.ids[:-1]
-        stays = torch.logical_not(torch.isin(old_ids, torch.cat([ids, removed])))
+        old_rows = self.rows[1:]
+        changed_ids = torch.cat([ids, removed])
+        stays = torch.logical_not(torch.isin(old_ids, changed_ids))
         new_ids, order = torch.cat([old_ids[stays], ids]).sort()
-        new_rows = torch.cat([self.rows[1:][stays], rows])[order]
-        self.rows = torch.cat([self.rows[:1], new_rows])
+        new_rows = torch.cat([old_rows[stays], rows])
+        self.rows = torch.cat([self.rows[:1], new_rows[order]])
         self.ids = torch.cat([new_ids, self.ids[-1:]])
 
 
@@ -436,8 +440,9 @@ class ServedTables(nn.Module):
         lengths = lengths.reshape(table_count, -1)
         # The op of quantised rows does not check lengths: it would read memory after
         # the end of values.
-        beyond = torch.any((lengths < 0) | (lengths > values.shape[0])).item()
-        if beyond or int(lengths.sum().item()) != values.shape[0]:
+        is_wrong = (lengths < 0) | (lengths > values.shape[0])
+        total = int(lengths.sum().item())
+        if torch.any(is_wrong).item() or total != values.shape[0]:
             raise ValueError(
                 "lengths must not be negative and add up to the number of values"
             )
@@ -446,7 +451,8 @@ class ServedTables(nn.Module):
         begin = 0
         for number, table in enumerate(self.tables):
             end = begin + counts[number]
-            sums = table.pooled(values[begin:end], lengths[number], None, False)  # type: ignore[operator]
+            bags = values[begin:end]
+            sums = table.pooled(bags, lengths[number], None, False)  # type: ignore[operator]
             outputs.append(sums)
             begin = end
         return torch.cat(outputs, dim=1)

@@ -62,7 +62,7 @@ def structure_of(model: nn.Module) -> object:
         model: The model, in the form of :func:`torchrec_recstore.inference.scriptable`
             with ``index="sorted"``.
     """
-    return _Description(model).whole()
+    return _Description(model).of_model()
 
 
 class _Description:
@@ -76,7 +76,7 @@ class _Description:
         """The ids of the objects that are being described, in which a cycle may return.
         """
 
-    def whole(self) -> object:
+    def of_model(self) -> object:
         """Returns the description of the model."""
         for path, module in self._model.named_modules():
             self._first_paths[id(module)] = path
@@ -250,6 +250,7 @@ def constant_of(value: object) -> object:
     """
     if not isinstance(value, Tensor):
         return (type(value), repr(value))
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    digest = hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
+    values = value.detach().cpu().contiguous().reshape(-1)
+    data = values.view(torch.uint8).numpy().tobytes()
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
     return (tuple(value.shape), value.dtype, digest)

@@ -106,7 +106,7 @@ class ServerTable(ModelTable):
         return 0
 
     @torch.jit.export
-    def give_ids(self, table: str, found: list[Tensor]) -> None:
+    def give_ids(self, table: str, results: list[Tensor]) -> None:
         """Raises ValueError if this table has the name ``table``, because the servers
         have the ids.
         """
@@ -118,14 +118,14 @@ class ServerTable(ModelTable):
             )
 
     @torch.jit.export
-    def give_rows(self, table: str, found: list[Tensor]) -> None:
+    def give_rows(self, table: str, results: list[Tensor]) -> None:
         """Raises ValueError if this table has the name ``table``, because the servers
         have the rows.
         """
-        self.give_ids(table, found)
+        self.give_ids(table, results)
 
     @torch.jit.export
-    def give_rows_of(self, table: str, values: Tensor, found: list[Tensor]) -> None:
+    def give_rows_of(self, table: str, values: Tensor, results: list[Tensor]) -> None:
         """Appends nothing, because deltas have no rows of the table."""
 
     @torch.jit.export
@@ -146,7 +146,7 @@ class ServerTable(ModelTable):
         self.give_tensors(tensors)
 
     @torch.jit.export
-    def check_delta(self, delta: dict[str, Tensor], known: list[str]) -> None:
+    def check_delta(self, delta: dict[str, Tensor], known_keys: list[str]) -> None:
         """Accepts no key of a delta."""
 
     @torch.jit.export
@@ -202,7 +202,7 @@ def tables_on_servers(
     names_of_ranks = all_gathered(
         [_names_on_servers(module) for module in sharded], env
     )
-    found: dict[tuple[nn.Module, str], TableOnServers] = {}
+    remote_tables: dict[tuple[nn.Module, str], TableOnServers] = {}
     addresses: dict[int, str] = {}
     with refused_together(env):
         for number, collection in enumerate(sharded):
@@ -213,17 +213,17 @@ def tables_on_servers(
                 servers = remote_options(collection.module_sharding_plan[name])
                 client = plugin("client")(servers)
                 table = _table(names[name], client, dtype, addresses)
-                found[collection, name] = table
+                remote_tables[collection, name] = table
         for module, remote in _unsharded(kinds):
             name = remote.table.name
-            found[module, name] = _table(name, remote.client, dtype, addresses)
-        if not found:
+            remote_tables[module, name] = _table(name, remote.client, dtype, addresses)
+        if not remote_tables:
             raise ValueError(
                 'rows="servers": no table of the model is on servers'
                 ' (TableOptions.servers): leave rows out, or pass rows="mapped" for a'
                 " model that is larger than the memory"
             )
-    return found
+    return remote_tables
 
 
 def _unsharded(kinds: list[nn.Module]) -> Iterator[tuple[nn.Module, RemoteTableModule]]:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ from torchrec_recstore_serving.export.sorted_tables import (
     take_tensor,  # noqa: F401
 )
 from torchrec_recstore_serving.export.tracing import ServedTracer
-from torchrec_recstore_serving.export.verification import (  # noqa: F401  (the methods of a served model call these)
+
+# The methods of a served model call these.
+from torchrec_recstore_serving.export.verification import (  # noqa: F401
     FORMAT,
     check_file_bytes,
     checksum_of,
@@ -59,8 +62,16 @@ _METHODS = (
 # TorchScript writes these names into the file without escaping, and then cannot load
 # the file (torch 2.13).
 _RESERVED = frozenset(keyword.kwlist) - {
-    "async", "await", "except", "finally", "from", "lambda", "nonlocal", "try", "yield",
-}  # fmt: skip
+    "async",
+    "await",
+    "except",
+    "finally",
+    "from",
+    "lambda",
+    "nonlocal",
+    "try",
+    "yield",
+}
 
 # The types of attributes whose value ``str`` prints completely.
 _PLAIN = re.compile(r"(int|float|bool|str|List|Dict|Tuple|Optional|NoneType|[\[\], ])+")
@@ -108,10 +119,12 @@ def save_script(
 
 
 def _bytes(script: torch.jit.ScriptModule) -> int:
-    tensors = sum(tensor.nbytes for tensor in [*script.parameters(), *script.buffers()])
-    return tensors + (
-        script.recstore_bytes() if hasattr(script, "recstore_bytes") else 0
-    )
+    """Returns the size of a model's rows and tensors."""
+    size = sum(parameter.nbytes for parameter in script.parameters())
+    size += sum(buffer.nbytes for buffer in script.buffers())
+    if hasattr(script, "recstore_bytes"):
+        size += script.recstore_bytes()
+    return size
 
 
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
@@ -171,7 +184,8 @@ def _compiled(served: nn.Module) -> tuple[torch.jit.ScriptModule, frozenset[str]
                 f"{type(served).__name__} has an attribute {method!r}: a served model"
                 " has a method of that name"
             )
-    for path in [*(path for path, _ in served.named_modules()), *dense_tensors(served)]:
+    paths = [path for path, _ in served.named_modules()]
+    for path in [*paths, *dense_tensors(served)]:
         if _RESERVED.intersection(path.split(".")):
             raise ValueError(
                 f"the model has {path!r}, a name that TorchScript's files cannot have:"
@@ -185,38 +199,48 @@ def _compiled(served: nn.Module) -> tuple[torch.jit.ScriptModule, frozenset[str]
                 " differ"
             )
     script, source, read_tensors = _scripted(served)
-    # Models with equal modules share a TorchScript class and its methods, so the
-    # methods must not contain a table's name. TorchScript copies a module that a model
-    # has at several paths, and models of one class may differ in the modules that their
-    # paths share. So the methods cover every path.
-    tables = [path for path, _ in served_tables(source, every_path=True)]
+    # Models with equal modules share a TorchScript class and its methods.
     if not hasattr(script, "apply_delta"):
-        own = dense_tensors(served, every_path=True)
-        there = [
-            name
-            for name in sorted(dense_tensors(source, every_path=True))
-            if tensor_at(script, name) is not None
-        ]
-        script.define(
-            _methods(
-                [_expression(path) for path in tables],
-                [name for name in there if name in own],
-                # added by TorchRec's tracer
-                [_expression(name) for name in there if name not in own],
-                [_expression(name) for name in _attributes(script)],
-                next(
-                    (
-                        _expression(path)
-                        for path, table in served_tables(source)
-                        if isinstance(table, HashedTable)
-                    ),
-                    None,
-                ),
-            )
-        )
+        script.define(_methods_of(served, source, script))
         if hasattr(script, "recstore_hold"):
             _hold_in_methods(script)
     return script, read_tensors
+
+
+def _methods_of(
+    served: nn.Module, source: nn.Module, script: torch.jit.ScriptModule
+) -> str:
+    """Returns the source code of the methods of a served model.
+
+    The methods must not contain a table's name, because models with equal modules share
+    them. TorchScript copies a module that a model has at several paths, and models of
+    one class may differ in the modules that their paths share. So the methods cover
+    every path.
+
+    Args:
+        served: The served model.
+        source: The module that was compiled: the model, or what TorchRec's tracer has
+            made of it.
+        script: The compiled module.
+    """
+    tables: list[str] = []
+    first_hashed: str | None = None
+    for path, table in served_tables(source, every_path=True):
+        tables.append(_expression(path))
+        if first_hashed is None and isinstance(table, HashedTable):
+            first_hashed = _expression(path)
+    tensors_of_model = dense_tensors(served, every_path=True)
+    dense: list[str] = []
+    constants: list[str] = []
+    for name in sorted(dense_tensors(source, every_path=True)):
+        if tensor_at(script, name) is None:
+            continue
+        if name in tensors_of_model:
+            dense.append(name)
+        else:  # TorchRec's tracer has added it
+            constants.append(_expression(name))
+    attributes = [_expression(name) for name in _attributes(script)]
+    return _methods(tables, dense, constants, attributes, first_hashed)
 
 
 def _hold_in_methods(script: torch.jit.ScriptModule) -> None:
@@ -244,13 +268,15 @@ def _attributes(script: torch.jit.ScriptModule) -> list[str]:
     """Returns the names of a model's attributes that are numbers, strings, or lists and
     dicts of these.
     """
-    return [
-        f"{path}.{name}" if path else name
-        for path, module in script.named_modules(remove_duplicate=False)
-        for name, (kind, _) in sorted(module._concrete_type.get_attributes().items())
-        if name not in ("training", "version", "attributes")
-        and _PLAIN.fullmatch(kind.annotation_str)
-    ]
+    names: list[str] = []
+    for path, module in script.named_modules(remove_duplicate=False):
+        types = module._concrete_type.get_attributes()
+        for name, (attribute_type, _) in sorted(types.items()):
+            if name in ("training", "version", "attributes"):
+                continue
+            if _PLAIN.fullmatch(attribute_type.annotation_str):
+                names.append(f"{path}.{name}" if path else name)
+    return names
 
 
 def _scripted(
@@ -304,11 +330,11 @@ def _traced(
     return torch.jit.script(traced), traced, frozenset(tracer.read_tensors)
 
 
-def _unannotated(served: nn.Module, said: str) -> str:
+def _unannotated(served: nn.Module, message: str) -> str:
     """Returns a line for each ``forward`` that TorchScript took for one of tensors,
     because it says no types.
     """
-    if "not annotated with an explicit type" not in said:
+    if "not annotated with an explicit type" not in message:
         return ""
     lines = []
     for kind in dict.fromkeys(type(module) for module in served.modules()):
@@ -320,11 +346,12 @@ def _unannotated(served: nn.Module, said: str) -> str:
         ):
             continue
         _, *arguments = inspect.signature(kind.forward).parameters.values()
-        if names := [
+        names = [
             argument.name
             for argument in arguments
             if argument.annotation is argument.empty
-        ]:
+        ]
+        if names:
             lines.append(
                 f"{kind.__name__}.forward ({code.co_filename}:{code.co_firstlineno})"
                 f" has no type for {', '.join(names)}, and TorchScript takes arguments"
@@ -338,12 +365,157 @@ def _expression(path: str) -> str:
     """Returns a TorchScript expression for the module or tensor at a path of ``self``."""
     expression = "self"
     for name in path.split(".") if path else ():
-        expression = (
-            f"{expression}.{name}"
-            if name.isidentifier()
-            else f"getattr({expression}, {name!r})"
-        )
+        attribute = f"{expression}.{name}"
+        any_attribute = f"getattr({expression}, {name!r})"
+        expression = attribute if name.isidentifier() else any_attribute
     return expression
+
+
+_DESCRIPTION = """
+def recstore_tables(self) -> List[str]:
+    names: List[str] = []
+    for name in [$names]:
+        if name not in names:
+            names.append(name)
+    return names
+def recstore_version(self) -> str:
+    return $first.version
+def recstore_row_format(self) -> str:
+    return $first.row_format
+def recstore_format(self) -> int:
+    return $format
+def recstore_ids(self, table: str) -> Tensor:
+    found: List[Tensor] = []
+    $table.give_ids(table, found)
+    if len(found) == 0:
+        raise ValueError("there is no table " + table)
+    return found[0]
+def recstore_rows(self, table: str) -> Tensor:
+    found: List[Tensor] = []
+    $table.give_rows(table, found)
+    if len(found) == 0:
+        raise ValueError("there is no table " + table)
+    return found[0]
+"""
+
+_VERIFICATION = """
+def recstore_attributes(self) -> str:
+    values: List[str] = []
+    values.append(str($attribute))
+    values.append(hexadecimal(checksum_of({"": $constant})))
+    return checksum_of_strings(values)
+def verify(self, file: Optional[Tensor]=None) -> None:
+    if file is not None:
+        check_file_bytes(file)
+    tensors: Dict[str, Tensor] = {}
+    $table.give_tensors(tensors)
+    tensors[$key] = $tensor
+    if $version_of_tensors != $first.version:
+        raise ValueError(
+            "the model is damaged: its tensors are not of version " + $first.version
+        )
+    if self.recstore_attributes() != $first.attributes:
+        raise ValueError(
+            "the model is damaged: its attributes are not those that were exported"
+        )
+"""
+
+# They take time for the given or changed rows only.
+_OF_HASHED_MODELS = """
+def recstore_hold(self):
+    return $hashed.native.hold()
+def recstore_bytes(self) -> int:
+    size = 0
+    size += $table.size_bytes()
+    return size
+def recstore_rows_of(self, table: str, values: Tensor) -> List[Tensor]:
+    found: List[Tensor] = []
+    $table.give_rows_of(table, values, found)
+    return found
+def recstore_version_after(self, delta: Dict[str, Tensor]) -> str:
+    tensors: Dict[str, Tensor] = {}
+    $table.give_tensors_after(delta, tensors)
+    tensors[$key] = delta.get($key, $tensor)
+    return $version_of_tensors
+"""
+
+_BEGIN_DELTA = """
+def apply_delta(self, delta: Dict[str, Tensor]) -> bool:
+"""
+
+# A model that searches by hash may answer meanwhile.
+_BEGIN_CHANGE = """
+    change = $hashed.native.change()
+"""
+
+_CHECK_VERSION = """
+    known: List[str] = ["base", "version", "checksum", "format"]
+    for key in known[:3]:
+        if key not in delta:
+            raise ValueError("this is no delta: it has no " + key)
+    if "format" not in delta or int(delta["format"].item()) != $format:
+        raise ValueError(
+            "the model takes deltas of format $format, and this is another one"
+        )
+    if not torch.equal(delta["checksum"], $checksum_of(delta)):
+        raise ValueError("the delta is damaged: its checksum is another one")
+    versions: List[str] = []
+    for key in known[:2]:
+        codes: List[int] = delta[key].long().tolist()
+        versions.append("".join([chr(code) for code in codes]))
+    if $first.version == versions[1]:
+        return False
+    if $first.version != versions[0]:
+        raise ValueError(
+            "the delta is one of version " + versions[0]
+            + ", and this model is of version " + $first.version
+        )
+"""
+
+_VERIFY = """
+    self.verify()
+"""
+
+# All tables and tensors are checked before the first one changes.
+_CHECK_DELTA = """
+    $table.check_delta(delta, known)
+    check_tensor(delta, $key, $tensor, known)
+    for key in delta.keys():
+        if key not in known:
+            raise ValueError("the delta is one of another model: it has " + key)
+"""
+
+# A model that searches by hash does not read all of its rows. It computes its next
+# version from the changed rows, and the version must be that of the delta before
+# anything changes. Calls wait only from the commit to the release.
+_COMMIT_CHANGE = """
+    tensors: Dict[str, Tensor] = {}
+    $table.prepare_delta(delta, tensors)
+    tensors[$key] = delta.get($key, $tensor)
+    if $version_of_tensors != versions[1]:
+        raise ValueError(
+            "the delta does not lead from this model to version " + versions[1]
+            + ": the model or the delta is damaged"
+        )
+    change.commit()
+"""
+
+_TAKE_DELTA = """
+    ids: Dict[str, Tensor] = {}
+    rows: Dict[str, Tensor] = {}
+    $table.take_delta(delta, ids, rows)
+    take_tensor(delta, $key, $tensor)
+    $table.version = versions[1]
+"""
+
+_END_CHANGE = """
+    change.release()
+    $table.end_delta()
+"""
+
+_END_DELTA = """
+    return True
+"""
 
 
 def _methods(
@@ -355,6 +527,9 @@ def _methods(
 ) -> str:
     """Returns the source code of the methods of a served model.
 
+    The code has one line for each table and tensor, without conditions: torch needs
+    quadratic time to load a long sequence of conditions.
+
     Args:
         tables: The expressions of the tables. Several of them may refer to one table or
             to copies of it.
@@ -365,184 +540,75 @@ def _methods(
         hashed: The expression of the first table that searches ids by hash. None: all
             of them are sorted.
     """
-    lines = [
-        "def recstore_tables(self) -> List[str]:",
-        "    names: List[str] = []",
-        f"    for name in [{', '.join(f'{table}.name' for table in tables)}]:",
-        "        if name not in names:",
-        "            names.append(name)",
-        "    return names",
-        "def recstore_version(self) -> str:",
-        f"    return {tables[0]}.version",
-        "def recstore_row_format(self) -> str:",
-        f"    return {tables[0]}.row_format",
-        "def recstore_format(self) -> int:",
-        f"    return {FORMAT}",
-    ]
-    if hashed is not None:
-        lines += ["def recstore_hold(self):", f"    return {hashed}.native.hold()"]
-    for method, kind in (("recstore_ids", "ids"), ("recstore_rows", "rows")):
-        lines += [
-            f"def {method}(self, table: str) -> Tensor:",
-            "    found: List[Tensor] = []",
+    if hashed is None:
+        templates = [
+            _DESCRIPTION,
+            _VERIFICATION,
+            _BEGIN_DELTA,
+            _CHECK_VERSION,
+            _VERIFY,
+            _CHECK_DELTA,
+            _TAKE_DELTA,
+            _END_DELTA,
         ]
-        lines += [f"    {table}.give_{kind}(table, found)" for table in tables]
-        lines += [
-            "    if len(found) == 0:",
-            '        raise ValueError("there is no table " + table)',
-            "    return found[0]",
+        checksum_of = "checksum_of"
+        version = "hexadecimal(checksum_of(tensors))"
+    else:
+        templates = [
+            _DESCRIPTION,
+            _VERIFICATION,
+            _OF_HASHED_MODELS,
+            _BEGIN_DELTA,
+            _BEGIN_CHANGE,
+            _CHECK_VERSION,
+            _CHECK_DELTA,
+            _COMMIT_CHANGE,
+            _TAKE_DELTA,
+            _END_CHANGE,
+            _END_DELTA,
         ]
-    keys = [(repr(f"dense/{name}"), _expression(name)) for name in dense]
-    lines += _verify(tables, keys, constants, attributes, hashed is not None)
-    if hashed is not None:
-        lines += _of_changes(tables, keys)
-    lines += _apply_delta(tables, keys, hashed)
+        # TorchScript compiles each method in its first two calls, for tens of
+        # milliseconds if the method computes a checksum. The ops of the native library
+        # spare a model this time.
+        checksum_of = "torch.ops.recstore.checksum_of"
+        version = "torch.ops.recstore.version_of(tensors)"
+    names = {
+        "names": ", ".join(f"{table}.name" for table in tables),
+        "first": tables[0],
+        "hashed": hashed or "",
+        "format": str(FORMAT),
+        "checksum_of": checksum_of,
+        "version_of_tensors": version,
+    }
+    repeated: dict[str, list[dict[str, str]]] = {
+        "$table": [{"table": table} for table in tables],
+        "$key": [
+            {"key": repr(f"dense/{name}"), "tensor": _expression(name)}
+            for name in dense
+        ],
+        "$constant": [{"constant": constant} for constant in constants],
+        "$attribute": [{"attribute": attribute} for attribute in attributes],
+    }
+    lines: list[str] = []
+    for template in templates:
+        for line in template.strip("\n").split("\n"):
+            lines += _expanded(line, names, repeated)
     return "\n".join(lines) + "\n"
 
 
-def _of_changes(tables: list[str], keys: list[tuple[str, str]]) -> list[str]:
-    """Returns the source code of the methods that take time for the given or changed
-    rows only.
-    """
-    return [
-        "def recstore_bytes(self) -> int:",
-        "    size = 0",
-        *(f"    size += {table}.size_bytes()" for table in tables),
-        "    return size",
-        "def recstore_rows_of(self, table: str, values: Tensor) -> List[Tensor]:",
-        "    found: List[Tensor] = []",
-        *(f"    {table}.give_rows_of(table, values, found)" for table in tables),
-        "    return found",
-        "def recstore_version_after(self, delta: Dict[str, Tensor]) -> str:",
-        "    tensors: Dict[str, Tensor] = {}",
-        *(f"    {table}.give_tensors_after(delta, tensors)" for table in tables),
-        *(f"    tensors[{key}] = delta.get({key}, {tensor})" for key, tensor in keys),
-        f"    return {_version_of('tensors', hashed=True)}",
-    ]
-
-
-# TorchScript compiles each method in its first two calls, for tens of milliseconds if
-# the method computes a checksum. The ops of the native library spare a model with a
-# hash index this time.
-def _version_of(tensors: str, hashed: bool) -> str:
-    """Returns an expression for the version of a model with these tensors."""
-    return (
-        f"torch.ops.recstore.version_of({tensors})"
-        if hashed
-        else f"hexadecimal(checksum_of({tensors}))"
-    )
-
-
-def _verify(
-    tables: list[str],
-    keys: list[tuple[str, str]],
-    constants: list[str],
-    attributes: list[str],
-    hashed: bool,
+def _expanded(
+    line: str, names: dict[str, str], repeated: dict[str, list[dict[str, str]]]
 ) -> list[str]:
-    return [
-        "def recstore_attributes(self) -> str:",
-        "    values: List[str] = []",
-        *(f"    values.append(str({attribute}))" for attribute in attributes),
-        *(
-            f'    values.append(hexadecimal(checksum_of({{"": {constant}}})))'
-            for constant in constants
-        ),
-        "    return checksum_of_strings(values)",
-        "def verify(self, file: Optional[Tensor]=None) -> None:",
-        "    if file is not None:",
-        "        check_file_bytes(file)",
-        "    tensors: Dict[str, Tensor] = {}",
-        *(f"    {table}.give_tensors(tensors)" for table in tables),
-        *(f"    tensors[{key}] = {tensor}" for key, tensor in keys),
-        f"    if {_version_of('tensors', hashed)} != {tables[0]}.version:",
-        (
-            '        raise ValueError("the model is damaged: its tensors are not of'
-            f' version " + {tables[0]}.version)'
-        ),
-        f"    if self.recstore_attributes() != {tables[0]}.attributes:",
-        (
-            '        raise ValueError("the model is damaged: its attributes are not'
-            ' those that were exported")'
-        ),
-    ]
+    """Returns the lines for a line of a template.
 
-
-def _apply_delta(
-    tables: list[str], keys: list[tuple[str, str]], hashed: str | None
-) -> list[str]:
-    """Returns the source code of ``apply_delta``.
-
-    A model that searches by hash may answer meanwhile. The methods wait only while the
-    prepared change is made.
-
-    The code has one line for each table and tensor, without conditions: torch needs
-    quadratic time to load a long sequence of conditions.
+    Args:
+        line: The line.
+        names: What replaces a name such as ``$first``.
+        repeated: What replaces further names, by the name in lines that are repeated:
+            once for each entry.
     """
-    version = f"{tables[0]}.version"
-    checksum = "checksum_of" if hashed is None else "torch.ops.recstore.checksum_of"
-    # A model that searches by hash does not read all of its rows. It computes its next
-    # version from the changed rows, and the version must be that of the delta before
-    # anything changes.
-    leads = [
-        "    tensors: Dict[str, Tensor] = {}",
-        *(f"    {table}.prepare_delta(delta, tensors)" for table in tables),
-        *(f"    tensors[{key}] = delta.get({key}, {tensor})" for key, tensor in keys),
-        f"    if {_version_of('tensors', hashed=True)} != versions[1]:",
-        (
-            '        raise ValueError("the delta does not lead from this model to'
-            ' version " + versions[1] + ": the model or the delta is damaged")'
-        ),
-    ]
-    return [
-        "def apply_delta(self, delta: Dict[str, Tensor]) -> bool:",
-        *([] if hashed is None else [f"    change = {hashed}.native.change()"]),
-        '    known: List[str] = ["base", "version", "checksum", "format"]',
-        "    for key in known[:3]:",
-        "        if key not in delta:",
-        '            raise ValueError("this is no delta: it has no " + key)',
-        f'    if "format" not in delta or int(delta["format"].item()) != {FORMAT}:',
-        (
-            f'        raise ValueError("the model takes deltas of format {FORMAT}, and'
-            ' this is another one")'
-        ),
-        f'    if not torch.equal(delta["checksum"], {checksum}(delta)):',
-        '        raise ValueError("the delta is damaged: its checksum is another one")',
-        "    versions: List[str] = []",
-        "    for key in known[:2]:",
-        "        codes: List[int] = delta[key].long().tolist()",
-        '        versions.append("".join([chr(code) for code in codes]))',
-        f"    if {version} == versions[1]:",
-        "        return False",
-        f"    if {version} != versions[0]:",
-        (
-            '        raise ValueError("the delta is one of version " + versions[0] +'
-            f' ", and this model is of version " + {version})'
-        ),
-        *(["    self.verify()"] if hashed is None else []),
-        # All tables and tensors are checked before the first one changes.
-        *(f"    {table}.check_delta(delta, known)" for table in tables),
-        *(f"    check_tensor(delta, {key}, {tensor}, known)" for key, tensor in keys),
-        "    for key in delta.keys():",
-        "        if key not in known:",
-        (
-            '            raise ValueError("the delta is one of another model: it has "'
-            " + key)"
-        ),
-        *([] if hashed is None else [*leads, "    change.commit()"]),
-        "    ids: Dict[str, Tensor] = {}",
-        "    rows: Dict[str, Tensor] = {}",
-        *(f"    {table}.take_delta(delta, ids, rows)" for table in tables),
-        *(f"    take_tensor(delta, {key}, {tensor})" for key, tensor in keys),
-        *(f"    {table}.version = versions[1]" for table in tables),
-        # Calls need not wait for this.
-        *(
-            []
-            if hashed is None
-            else [
-                "    change.release()",
-                *(f"    {table}.end_delta()" for table in tables),
-            ]
-        ),
-        "    return True",
-    ]
+    template = Template(line)
+    for marker, entries in repeated.items():
+        if marker in line:
+            return [template.substitute(names | entry) for entry in entries]
+    return [template.substitute(names)]

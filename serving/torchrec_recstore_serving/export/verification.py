@@ -99,6 +99,14 @@ def _scripted_function(function: Callable[..., Any]) -> Any:
     return torch.jit.script(function)
 
 
+def hexadecimal_checksum(tensors: dict[str, Tensor]) -> str:
+    """Returns :func:`checksum_of` tensors in 16 hexadecimal digits, by the compiled
+    functions.
+    """
+    checksum = scripted_function(checksum_of)(tensors)
+    return str(scripted_function(hexadecimal)(checksum))
+
+
 def compile_checksums() -> None:
     """Compiles the functions of checksums, so that a thread that is started later
     compiles nothing.
@@ -129,8 +137,10 @@ def checksum_after(state: Tensor, data: Tensor) -> Tensor:
     elements = block_bytes // data.element_size()
     for first in range(0, data.shape[0], elements):
         # TorchScript confuses view(dtype) with view(size).
-        part = torch.view_copy(data[first : first + elements].cpu(), dtype=torch.uint8)
-        words = torch.view_copy(F.pad(part, [0, -part.shape[0] % 8]), dtype=torch.int64)
+        block = data[first : first + elements].cpu()
+        part = torch.view_copy(block, dtype=torch.uint8)
+        padded = F.pad(part, [0, -part.shape[0] % 8])
+        words = torch.view_copy(padded, dtype=torch.int64)
         mixed = words.add_(factors[: words.shape[0]])
         # MurmurHash3's
         mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))
@@ -138,7 +148,8 @@ def checksum_after(state: Tensor, data: Tensor) -> Tensor:
         mixed.bitwise_xor_((mixed >> 29).bitwise_and_(0x7FFFFFFFF))
         mixed.mul_(-4265267296055464877)
         mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))
-        state = state * 6364136223846793005 + mixed.sum() + part.shape[0]
+        state = state * 6364136223846793005
+        state = state + mixed.sum() + part.shape[0]
     return state
 
 
@@ -173,7 +184,8 @@ def hexadecimal(checksum: Tensor) -> str:
     digits = "0123456789abcdef"
     text = ""
     for shift in range(60, -4, -4):
-        text += digits[int(((checksum >> shift) & 15).item())]
+        digit = int(((checksum >> shift) & 15).item())
+        text += digits[digit]
     return text
 
 
@@ -199,7 +211,8 @@ def check_file_bytes(file: Tensor) -> None:
     """
     digits = 16
     written = ""
-    codes: list[int] = file[-digits:].to(torch.int64).tolist()
+    last_bytes = file[-digits:].to(torch.int64)
+    codes: list[int] = last_bytes.tolist()
     for code in codes:
         written += chr(code)
     state = torch.zeros(1, dtype=torch.int64)
@@ -384,10 +397,12 @@ def _places(file: BinaryIO, name: str) -> _Places:
     begin = file.read(9)
     header_bytes = int.from_bytes(begin[:8], "little")
     if begin[8:] == b"{" and not begin.startswith(b"PK"):
-        pattern, signature_pattern = _DELTA, _DELTA_SIGNATURE
+        pattern = _DELTA
+        signature_pattern = _DELTA_SIGNATURE
         offset = 8
     else:
-        pattern, signature_pattern = _ZIP, _ZIP_SIGNATURE
+        pattern = _ZIP
+        signature_pattern = _ZIP_SIGNATURE
         offset = max(0, size - _END_BYTES - _COMMENT_BYTES - _SIGNATURE_BYTES)
     file.seek(offset)
     # safetensors' own limit of a header

@@ -147,9 +147,17 @@ def follow(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for recstore serve
     with errors_in_one_line(), missing_in_one_line():
         listening = listen_options(
-            *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
-            *(max_calls, max_connections, max_request_memory),
+            listen,
+            tls_cert,
+            tls_key,
+            client_ca,
+            token_file,
+            metrics,
+            max_calls,
+            max_connections,
+            max_request_memory,
         )
+        # imported here, because each command of recstore loads this module
         from torchrec_recstore_serving.predict.named_models import sources_of
         from torchrec_recstore_serving.predict.predictor import (
             PredictorOptions,
@@ -162,49 +170,58 @@ def follow(
             listening=listening,
             http=http,
             key=key,
-            jagged=dict(map(jagged_of, jagged or [])),
+            jagged=dict(jagged_of(text) for text in jagged or []),
             max_batch=max_batch,
             threads=threads,
             poll_s=poll_every,
             report_s=report_every,
             max_age_s=max_age,
         )
+        output = _JsonOutput() if as_json else _TextOutput()
         begin = time.monotonic()
+        serve_predictions(options, output.ready, output.report)
+        output.stopped(time.monotonic() - begin)
 
-        def ready(
-            address: str, http_address: str | None, trusts: Mapping[str, str]
-        ) -> None:
-            if as_json:
-                said = {
-                    "event": "serving",
-                    "address": address,
-                    "http": http_address,
-                    "pid": os.getpid(),
-                }
-                print(
-                    json.dumps({**said, "trusts": trusts.get("", trusts)}), flush=True
-                )
-            else:
-                print(
-                    "serving on"
-                    f" {address}{f', http://{http_address}' if http_address else ''}",
-                    flush=True,
-                )
-                for name, trusted in trusts.items():
-                    print(
-                        f"{f'{name}: ' if name else ''}loads models of {trusted}",
-                        flush=True,
-                    )
 
-        def report(state: Mapping[str, Any]) -> None:
-            if as_json:
-                print(json.dumps({"event": "state", **state}), flush=True)
+class _TextOutput:
+    """Prints the addresses, and whose models are loaded."""
 
-        serve_predictions(options, ready, report)
-        if as_json:
-            print(
-                json.dumps(
-                    {"event": "stopped", "seconds": round(time.monotonic() - begin, 3)}
-                ),
-                flush=True,
-            )
+    def ready(
+        self, address: str, http_address: str | None, trusts: Mapping[str, str]
+    ) -> None:
+        addresses = address
+        if http_address:
+            addresses += f", http://{http_address}"
+        print(f"serving on {addresses}", flush=True)
+        for name, trusted in trusts.items():
+            prefix = f"{name}: " if name else ""
+            print(f"{prefix}loads models of {trusted}", flush=True)
+
+    def report(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def stopped(self, seconds: float) -> None:
+        pass
+
+
+class _JsonOutput:
+    """Prints a line of JSON for each event."""
+
+    def ready(
+        self, address: str, http_address: str | None, trusts: Mapping[str, str]
+    ) -> None:
+        event = {
+            "event": "serving",
+            "address": address,
+            "http": http_address,
+            "pid": os.getpid(),
+            "trusts": trusts.get("", trusts),
+        }
+        print(json.dumps(event), flush=True)
+
+    def report(self, state: Mapping[str, Any]) -> None:
+        print(json.dumps({"event": "state", **state}), flush=True)
+
+    def stopped(self, seconds: float) -> None:
+        event = {"event": "stopped", "seconds": round(seconds, 3)}
+        print(json.dumps(event), flush=True)

@@ -36,6 +36,7 @@ from torchrec_recstore_serving.predict.messages import (
 )
 from torchrec_recstore_serving.predict.named_models import NamedModels
 from torchrec_recstore_serving.predict.requests import FLOAT_IDS, Value
+from torchrec_recstore_serving.publish.bad_reads import last_line
 
 _LONGEST_BODY = 1 << 26  # bytes
 _LONGEST_HEADERS = 1 << 16  # bytes
@@ -50,7 +51,7 @@ _AT_ONCE = 1 << 16
 _SHORT_S = 1e-3
 _CONVERTERS = 2  # threads
 _DEEP = 100
-_MOST_DIGITS = 20  # of Content-Length
+_MAX_DIGITS = 20  # of Content-Length
 # Upper bounds, in bytes, of what the conversion of a document takes at its worst moment
 # for each of its parts. A body is held as pieces, as one, and as text, and again as the
 # strings in it. A list is held as an object of Python, and its entries as objects, in
@@ -81,10 +82,7 @@ _Result = TypeVar("_Result")
 
 def failure(error: Exception) -> str:
     """Returns the message of a failed call of the model."""
-    return (
-        "the model has failed:"
-        f" {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
-    )
+    return f"the model has failed: {last_line(error)}"
 
 
 class HeldMemory:
@@ -104,11 +102,11 @@ class HeldMemory:
         """Holds at least ``size`` bytes, and returns whether the other requests leave
         room for them.
         """
-        more = max(0, size - self._bytes)
-        if self._server.held_bytes + more > self.limit:
+        additional = max(0, size - self._bytes)
+        if self._server.held_bytes + additional > self.limit:
             return False
-        self._server.held_bytes += more
-        self._bytes += more
+        self._server.held_bytes += additional
+        self._bytes += additional
         return True
 
     def release(self) -> None:
@@ -164,10 +162,9 @@ class HttpServer:
         self._access = access
         self._loop = asyncio.new_event_loop()
         # Python's lock lets one thread convert at a time. malloc keeps memory that was
-        # freed for each thread, so that more threads would keep more of it.
-        self._loop.set_default_executor(
-            ThreadPoolExecutor(_CONVERTERS, "http-documents")
-        )
+        # freed for each thread, so that additional threads would keep additional of it.
+        converters = ThreadPoolExecutor(_CONVERTERS, "http-documents")
+        self._loop.set_default_executor(converters)
         self._stop = asyncio.Event()
         self.running = 0
         """The number of predictions that are being answered."""
@@ -175,39 +172,31 @@ class HttpServer:
         """The memory of their requests, and of those that are being read; see
         :class:`HeldMemory`.
         """
+        self._token = None
         try:
-            self._token = (
-                None if access.token_file is None else watched_token(access.token_file)
-            )
+            if access.token_file is not None:
+                self._token = watched_token(access.token_file)
             sockets = bind_sockets(port, host)
         except OSError as error:
             raise OSError(f"--http {address}: {error.strerror}") from error
-        self.address = f"{address.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
+        bound_port = sockets[0].getsockname()[1]
+        self.address = f"{address.rpartition(':')[0]}:{bound_port}"
         # A client that makes no handshake, or whose request is malformed, is no matter
         # for the operator.
         logging.getLogger("tornado.general").setLevel(logging.ERROR)
-        routes = {"predict": _Predict, "state": _State, "health": _Health}
         self._server = _Server(
-            Application(
-                [
-                    (rf"(?:/models/([^/]+))?/{name}", handler, {"server": self})
-                    for name, handler in routes.items()
-                ],
-                default_handler_class=_Other,
-                default_handler_args={"server": self},
-                log_function=lambda handler: None,
-            ),
+            self._application(),
             max_header_size=_LONGEST_HEADERS,
             max_body_size=_LONGEST_BODY,
             idle_connection_timeout=_SLOWEST_S,
             body_timeout=_SLOWEST_S,
         )
         self._server.max_connections = access.max_connections
-        self._certificates = (
-            None
-            if access.tls_cert is None or access.tls_key is None
-            else watched_context(access.tls_cert, access.tls_key, access.client_ca)
-        )
+        self._certificates = None
+        if access.tls_cert is not None and access.tls_key is not None:
+            self._certificates = watched_context(
+                access.tls_cert, access.tls_key, access.client_ca
+            )
         self._look()
         self._thread = threading.Thread(
             target=lambda: self._loop.run_until_complete(self._serve(sockets)),
@@ -215,6 +204,21 @@ class HttpServer:
             daemon=True,
         )
         self._thread.start()
+
+    def _application(self) -> Application:
+        """Returns tornado's application, with a handler for each route."""
+        model = r"(?:/models/([^/]+))?"
+        arguments = {"server": self}
+        return Application(
+            [
+                (f"{model}/predict", _Predict, arguments),
+                (f"{model}/state", _State, arguments),
+                (f"{model}/health", _Health, arguments),
+            ],
+            default_handler_class=_Other,
+            default_handler_args=arguments,
+            log_function=lambda handler: None,
+        )
 
     @property
     def connections(self) -> int:
@@ -234,9 +238,8 @@ class HttpServer:
     def health(self, model: str | None) -> tuple[int, bytes]:
         """Returns the answer to GET /health."""
         reason = self.models.not_ready(model)
-        return 200 if reason is None else 503, _encoded(
-            {"serving": reason is None, "reason": reason}
-        )
+        status = 200 if reason is None else 503
+        return status, _encoded({"serving": reason is None, "reason": reason})
 
     def state(self, model: str | None) -> tuple[int, bytes]:
         """Returns the answer to GET /state."""
@@ -258,7 +261,7 @@ class HttpServer:
             held: The memory that is held for the request. It grows by what the
                 conversions take.
         """
-        given: Mapping[str, Any] = {}
+        document: Mapping[str, Any] = {}
         predictor = self.models.model(model)
         self.running += 1
         try:
@@ -272,16 +275,16 @@ class HttpServer:
                 )
             if not held.grow_to(needed):
                 return 503, _error(_NO_ROOM)
-            given, arguments = await _converted(
+            document, arguments = await _converted(
                 size, lambda: _read(b"".join(body), predictor.jagged)
             )
             body.clear()
-            future = predictor.submit(
-                arguments, caller_s=_SHORT_S if size <= _AT_ONCE else 0.0
-            )
-            answer = (
-                future.result() if future.done() else await asyncio.wrap_future(future)
-            )
+            caller_s = _SHORT_S if size <= _AT_ONCE else 0.0
+            future = predictor.submit(arguments, caller_s=caller_s)
+            if future.done():
+                answer = future.result()
+            else:
+                answer = await asyncio.wrap_future(future)
             results = sum(output.numel() for output in answer.outputs.values())
             needed = results * _OF_A_RESULT
             if needed > held.limit:
@@ -294,17 +297,7 @@ class HttpServer:
                 return 503, _error(_NO_ROOM)
             return await _converted(results * 8, lambda: _written(answer))
         except ValueError as error:
-            places = [
-                name + place
-                for name, value in given.items()
-                if (place := place_of_float(value))
-            ]
-            if places and str(error).startswith(FLOAT_IDS):
-                return 400, _error(
-                    f"{error} ({', '.join(places)}): send integers, because floats do"
-                    " not hold every id"
-                )
-            return 400, _error(str(error))
+            return 400, _error(_with_places(str(error), document))
         except ConnectionError as error:
             return 503, _error(str(error))
         except Exception as error:
@@ -368,14 +361,14 @@ class _Handler(RequestHandler):
 
     def prepare(self) -> None:
         """See tornado. A reply before the body has been read closes the connection."""
-        if self.needs_token and not self._server.is_allowed(
-            self.request.headers.get("Authorization", "")
-        ):
+        header = self.request.headers.get("Authorization", "")
+        if self.needs_token and not self._server.is_allowed(header):
             self.reply(401, _error("the token is missing or wrong"))
-        elif (
-            self.path_args
-            and (unknown := self._server.models.unknown(self.path_args[0])) is not None
-        ):
+            return
+        if not self.path_args:
+            return
+        unknown = self._server.models.unknown(self.path_args[0])
+        if unknown is not None:
             self.reply(404, _error(unknown))
 
     def reply(self, status: int, body: bytes) -> asyncio.Future[None]:
@@ -424,35 +417,30 @@ class _Predict(_Handler):
         super().prepare()
         if self._finished or self.request.method != "POST":
             return
-        given = self.request.headers.get("Content-Length", "")
-        if not given.isdecimal():
-            self.reply(
-                411,
-                _error(
-                    f"Content-Length is missing; the body may have {_LONGEST_BODY}"
-                    " bytes"
-                ),
+        header = self.request.headers.get("Content-Length", "")
+        if not header.isdecimal():
+            message = (
+                f"Content-Length is missing; the body may have {_LONGEST_BODY} bytes"
             )
+            self.reply(411, _error(message))
             return
-        # int() refuses a number of more than 4,300 digits.
-        length = int(given) if len(given) <= _MOST_DIGITS else 10**_MOST_DIGITS
+        # int() refuses a number of additional than 4,300 digits.
+        length = int(header) if len(header) <= _MAX_DIGITS else 10**_MAX_DIGITS
         if length > _LONGEST_BODY:
-            # The body is not read: tornado would send an error of its own after this
-            # one.
-            self.request.connection.set_max_body_size(length)  # type: ignore[union-attr]
-            self.reply(413, _error(f"the body may have {_LONGEST_BODY} bytes"))
-            return
-        if length > self._held.limit:
-            self.request.connection.set_max_body_size(length)  # type: ignore[union-attr]
-            self.reply(
-                413,
-                _error(
-                    f"the body has {length} bytes, and --max-request-memory is"
-                    f" {self._held.limit}"
-                ),
+            self._refuse_length(length, f"the body may have {_LONGEST_BODY} bytes")
+        elif length > self._held.limit:
+            message = (
+                f"the body has {length} bytes, and --max-request-memory is"
+                f" {self._held.limit}"
             )
+            self._refuse_length(length, message)
         elif not self._held.grow_to(length):
             self.reply(503, _error(_NO_ROOM))
+
+    def _refuse_length(self, length: int, message: str) -> None:
+        # The body is not read: tornado would send an error of its own after this one.
+        self.request.connection.set_max_body_size(length)  # type: ignore[union-attr]
+        self.reply(413, _error(message))
 
     def data_received(self, chunk: bytes) -> None:
         """See tornado."""
@@ -490,13 +478,30 @@ class _Predict(_Handler):
         self.on_finish()
 
 
+def _with_places(message: str, document: Mapping[str, Any]) -> str:
+    """Adds the places of floats in a document to the message of a model that got floats
+    as ids.
+    """
+    if not message.startswith(FLOAT_IDS):
+        return message
+    places: list[str] = []
+    for name, value in document.items():
+        place = place_of_float(value)
+        if place:
+            places.append(name + place)
+    if not places:
+        return message
+    return (
+        f"{message} ({', '.join(places)}): send integers, because floats do not hold"
+        " every id"
+    )
+
+
 async def _converted(size: int, convert: Callable[[], _Result]) -> _Result:
     """Converts a document of ``size`` bytes."""
-    return (
-        convert()
-        if size <= _AT_ONCE
-        else await asyncio.get_running_loop().run_in_executor(None, convert)
-    )
+    if size <= _AT_ONCE:
+        return convert()
+    return await asyncio.get_running_loop().run_in_executor(None, convert)
 
 
 def _read(
@@ -509,15 +514,16 @@ def _read(
         raise ValueError(_too_deep(body)) from None
     except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
-    if not isinstance(document, dict) or not isinstance(
-        document.get("arguments"), dict
-    ):
+    arguments = document.get("arguments") if isinstance(document, dict) else None
+    if not isinstance(arguments, dict):
         raise ValueError('the body must be {"arguments": {NAME: VALUE, ...}}')
-    return document["arguments"], arguments_of_json(document["arguments"], jagged)
+    return arguments, arguments_of_json(arguments, jagged)
 
 
 def _too_deep(body: bytes) -> str:
-    depth, name = 0, "no argument"
+    """Returns the message about a document with too many lists within lists."""
+    depth = 0
+    name = "no argument"
     for match in _DEPTH.finditer(body):
         if match[0] in (b"[", b"{"):
             depth += 1
@@ -534,15 +540,18 @@ def _too_deep(body: bytes) -> str:
 
 
 def _written(answer: Answer) -> tuple[int, bytes]:
-    outputs = {name: each.tolist() for name, each in answer.outputs.items()}
-    told = {
+    """Returns the status and the body for an answer."""
+    reply = {
+        "outputs": {name: output.tolist() for name, output in answer.outputs.items()},
         "version": answer.version,
         "number": answer.number,
         "seconds_behind": answer.seconds_behind,
     }
     try:
-        return 200, _encoded({"outputs": outputs, **told})
-    except ValueError as error:  # JSON has no NaN and no infinity. A search before would take longer than the encoding.
+        return 200, _encoded(reply)
+    except ValueError as error:
+        # JSON has no NaN and no infinity. A search before would take longer than the
+        # encoding.
         problem = not_finite(answer.outputs) or str(error)
         return 500, _error(
             f"{problem}: gRPC returns it. Publish a model whose weights are finite"

@@ -102,7 +102,12 @@ def bags(
         raise ValueError(
             f"{name} must have keys, and one length for each key and example"
         )
-    return JaggedArgument(tuple(keys), values, lengths.view(len(keys), -1), weights)
+    return JaggedArgument(
+        keys=tuple(keys),
+        values=values,
+        lengths=lengths.view(len(keys), -1),
+        weights=weights,
+    )
 
 
 def arguments_of_json(
@@ -182,7 +187,8 @@ def _bags_by_feature(value: dict[str, Any], name: str) -> JaggedArgument:
             f"the argument {name!r}: each feature must have one bag for each example"
         )
     all_bags = list(chain.from_iterable(value.values()))
-    lengths = torch.tensor([len(bag) for bag in all_bags], dtype=torch.int64)
+    bag_lengths = [len(bag) for bag in all_bags]
+    lengths = torch.tensor(bag_lengths, dtype=torch.int64)
     try:
         ids = _vector(list(chain.from_iterable(all_bags)), name, "")
     except ValueError:
@@ -250,7 +256,8 @@ def _tensor(value: Any, name: str) -> Tensor:
             raise _uneven(name, level, sizes, shape)
         shape.append(sizes[0])
         level = list(chain.from_iterable(level))
-    return _numbers(level, kinds, name, lambda i: _place(i, shape)).view(shape)
+    tensor = _numbers(level, kinds, name, lambda number: _place(number, shape))
+    return tensor.view(shape)
 
 
 def _uneven(
@@ -264,8 +271,9 @@ def _uneven(
         sizes: Their lengths, -1 for a number.
         shape: The lengths of the lists of the depths before.
     """
-    different = (i for i, size in enumerate(sizes) if size != sizes[0])
-    wrong = next(different, 0)
+    wrong = 0
+    if len(set(sizes)) > 1:
+        wrong = _first(sizes, lambda size: size != sizes[0])
     if not isinstance(level[wrong], list) or not isinstance(level[0], list):
         return _refused(
             name,
@@ -287,23 +295,23 @@ def _uneven(
     )
 
 
-def _vector(value: Any, name: str, where: str, *, integers: bool = True) -> Tensor:
+def _vector(value: Any, name: str, place: str, *, integers: bool = True) -> Tensor:
     """Converts a list of integers to int64, or a list of numbers to float32.
 
     An empty list is an empty vector.
     """
     if not isinstance(value, list):
         kind = "integers" if integers else "numbers"
-        raise _refused(name, where, value, f"it must be a list of {kind}")
+        raise _refused(name, place, value, f"it must be a list of {kind}")
     if not value:
         return _NO_IDS if integers else _NO_IDS.float()
     kinds = set(map(type, value))
     if not integers and kinds == {int}:
         kinds = {int, float}
     if integers and kinds != {int}:
-        wrong = next(i for i, entry in enumerate(value) if type(entry) is not int)
-        raise _refused(name, f"{where}[{wrong}]", value[wrong], _SEND_INTEGERS)
-    return _numbers(value, kinds, name, lambda i: f"{where}[{i}]")
+        wrong = _first(value, lambda entry: type(entry) is not int)
+        raise _refused(name, f"{place}[{wrong}]", value[wrong], _SEND_INTEGERS)
+    return _numbers(value, kinds, name, lambda i: f"{place}[{i}]")
 
 
 def _numbers(
@@ -315,20 +323,17 @@ def _numbers(
     if kinds == {bool}:
         return torch.tensor(numbers)
     if not kinds <= {int, float}:
-        others = (i for i, n in enumerate(numbers) if type(n) not in (int, float))
-        wrong = next(others)
+        wrong = _first(numbers, lambda entry: type(entry) not in (int, float))
         raise _refused(name, place(wrong), numbers[wrong], "it must be a number")
     if kinds == {int}:
         try:
             return torch.tensor(numbers, dtype=torch.int64)
         except (RuntimeError, ValueError, OverflowError):
-            too_large = (i for i, n in enumerate(numbers) if not -(2**63) <= n < 2**63)
-            wrong = next(too_large)
+            wrong = _first(numbers, lambda number: not -(2**63) <= number < 2**63)
             raise _refused(
                 name, place(wrong), numbers[wrong], "int64 does not hold it"
             ) from None
-    bounded = [n if -_GREATEST <= n <= _GREATEST else math.inf for n in numbers]
-    tensor = torch.tensor(bounded)
+    tensor = torch.tensor([_float32(number) for number in numbers])
     if not bool(torch.isfinite(tensor).all()):
         wrong = int((~torch.isfinite(tensor)).nonzero()[0])
         raise _refused(
@@ -340,12 +345,25 @@ def _numbers(
     return tensor
 
 
-def _refused(name: str, where: str, value: Any, why: str) -> ValueError:
+def _float32(number: float) -> float:
+    """Returns a number; infinity if float32 does not hold it."""
+    return number if -_GREATEST <= number <= _GREATEST else math.inf
+
+
+def _first(entries: list[Any], is_wrong: Callable[[Any], bool]) -> int:
+    """Returns the position of the first entry that is wrong."""
+    for position, entry in enumerate(entries):
+        if is_wrong(entry):
+            return position
+    raise AssertionError("no entry is wrong")
+
+
+def _refused(name: str, place: str, value: Any, reason: str) -> ValueError:
     """Returns the error about a value at a place of an argument."""
     text = _JSON_KINDS.get(type(value)) or repr(value)[:40]
     if value == []:
         text = "[]"
-    return ValueError(f"the argument {name!r} has {text} at {name}{where}: {why}")
+    return ValueError(f"the argument {name!r} has {text} at {name}{place}: {reason}")
 
 
 def _place(number: int, shape: Sequence[int]) -> str:

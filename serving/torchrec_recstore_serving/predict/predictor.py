@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import torch
 
 from torchrec_recstore_service.server.listening import (
     GrpcServer,
@@ -36,6 +38,9 @@ from torchrec_recstore_serving.predict.predictor_pb2_grpc import (
 from torchrec_recstore_serving.predict.requests import JaggedArgument, Value, request_of
 from torchrec_recstore_serving.publish.follower import Follower
 
+_JAGGED = re.compile(
+    r"(?P<values>[^,]+),(?P<lengths>[^,]+),(?P<features>\d+)", re.DOTALL
+)
 _LOOK_S = 0.05  # The time between two looks at whether the server is ready.
 
 
@@ -75,12 +80,10 @@ class PredictorOptions:
     max_age_s: float | None = None
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--max-batch", self.max_batch),
-            ("--threads", self.threads),
-        ):
-            if value < 1:
-                raise ValueError(f"{flag} must be at least 1, got {value}")
+        counts = {"--max-batch": self.max_batch, "--threads": self.threads}
+        for flag, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{flag} must be at least 1, got {count}")
         times = {
             "--poll-every": self.poll_s,
             "--report-every": self.report_s,
@@ -102,12 +105,12 @@ class PredictorOptions:
 
     def jagged_for(self, name: str) -> dict[str, tuple[str, int]]:
         """Returns ``jagged`` for the model of a name."""
-        parts = {argument: argument.rpartition(":") for argument in self.jagged or {}}
-        return {
-            parts[each][2]: value
-            for each, value in (self.jagged or {}).items()
-            if parts[each][0] in ("", name)
-        }
+        jagged: dict[str, tuple[str, int]] = {}
+        for named_argument, lengths in (self.jagged or {}).items():
+            model, _, argument = named_argument.rpartition(":")
+            if model in ("", name):
+                jagged[argument] = lengths
+        return jagged
 
 
 def jagged_of(text: str) -> tuple[str, tuple[str, int]]:
@@ -117,18 +120,21 @@ def jagged_of(text: str) -> tuple[str, tuple[str, int]]:
     Raises:
         ValueError: The value has another form.
     """
-    parts = text.split(",")
-    if (
-        len(parts) != 3
-        or not all(parts)
-        or not parts[2].isdecimal()
-        or int(parts[2]) < 1
-    ):
+    match = _JAGGED.fullmatch(text)
+    if match is None or int(match["features"]) < 1:
         raise ValueError(
             "--jagged must be VALUES,LENGTHS,FEATURES, for example values,lengths,26;"
             f" got {text!r}"
         )
-    return parts[0], (parts[1], int(parts[2]))
+    return match["values"], (match["lengths"], int(match["features"]))
+
+
+@dataclass(frozen=True)
+class _DescribedModel:
+    """A served model, and the arguments of its ``forward`` by name."""
+
+    model: torch.jit.ScriptModule
+    arguments: Mapping[str, Any]
 
 
 class Predictor:
@@ -155,8 +161,7 @@ class Predictor:
         self._max_age_s = options.max_age_s
         source = options.sources[name]
         self.follower = Follower(source.place, key=options.key, pinned=source.pinned)
-        self._described: tuple[object, Mapping[str, Any]] = (None, {})
-        """The model, and the arguments of its ``forward`` by name."""
+        self._described: _DescribedModel | None = None
         self._batcher = Batcher(
             self.follower,
             self.jagged,
@@ -182,17 +187,21 @@ class Predictor:
                 self.follower.state.problem or "no full export has been loaded yet"
             )
         model = self.follower.model
-        # torch makes the description anew in each call
-        if self._described[0] is not model:
+        _check_names(self._arguments_of(model), arguments)
+        request = request_of(arguments, self.jagged)
+        return self._batcher.submit(request, caller_s=caller_s)
+
+    def _arguments_of(self, model: torch.jit.ScriptModule) -> Mapping[str, Any]:
+        """Returns the arguments of the ``forward`` of a model by name."""
+        described = self._described
+        if described is None or described.model is not model:
+            # torch makes this description anew in each call
             forward: Any = model.forward
-            self._described = (
-                model,
-                {each.name: each for each in forward.schema.arguments[1:]},
-            )
-        _check_names(self._described[1], arguments)
-        return self._batcher.submit(
-            request_of(arguments, self.jagged), caller_s=caller_s
-        )
+            arguments = forward.schema.arguments[1:]
+            by_name = {argument.name: argument for argument in arguments}
+            described = _DescribedModel(model, by_name)
+            self._described = described
+        return described.arguments
 
     def not_ready(self) -> str | None:
         """Returns why the model is not ready: no full export has been loaded, or the
@@ -203,17 +212,15 @@ class Predictor:
         state = self.follower.state
         if state.version is None:
             return state.problem or "no full export has been loaded yet"
-        if (
-            self._max_age_s is None
-            or state.pinned is not None
-            or state.seconds_behind <= self._max_age_s
-        ):
+        if self._max_age_s is None or state.pinned is not None:
             return None
+        if state.seconds_behind <= self._max_age_s:
+            return None
+        cause = state.problem or f"the follower waits for {state.waits_for}"
         return (
             f"the rows are older than --max-age {self._max_age_s:g}:"
             f" {state.publication_age_s:.1f} s by the clock of the publisher, and the"
-            f" last news of them arrived {state.arrival_age_s:.1f} s ago;"
-            f" {state.problem or f'the follower waits for {state.waits_for}'}"
+            f" last news of them arrived {state.arrival_age_s:.1f} s ago; {cause}"
         )
 
     def state(self) -> dict[str, Any]:
@@ -230,26 +237,26 @@ class Predictor:
         self.follower.close()
 
 
-def _check_names(found: Mapping[str, Any], arguments: Mapping[str, Value]) -> None:
+def _check_names(
+    model_arguments: Mapping[str, Any], arguments: Mapping[str, Value]
+) -> None:
     """Compares the names and kinds of arguments with those of the model's ``forward``."""
-    unknown = sorted(arguments.keys() - found.keys())
-    missing = sorted(
+    required = {
         name
-        for name, each in found.items()
-        if name not in arguments and not each.has_default_value()
-    )
-    if unknown or missing:
+        for name, argument in model_arguments.items()
+        if not argument.has_default_value()
+    }
+    names = arguments.keys()
+    if not required <= names or not names <= model_arguments.keys():
         raise ValueError(
-            f"the model's arguments are {', '.join(found)}: got"
+            f"the model's arguments are {', '.join(model_arguments)}: got"
             f" {', '.join(sorted(arguments)) or 'none'}"
         )
     for name, value in arguments.items():
-        wants_bags = str(found[name].type).endswith("KeyedJaggedTensor")
+        wants_bags = str(model_arguments[name].type).endswith("KeyedJaggedTensor")
         if wants_bags != isinstance(value, JaggedArgument):
-            raise ValueError(
-                f"the argument {name!r} must be"
-                f" {'bags of ids by feature' if wants_bags else 'a tensor'}"
-            )
+            kind = "bags of ids by feature" if wants_bags else "a tensor"
+            raise ValueError(f"the argument {name!r} must be {kind}")
 
 
 def _opened(
@@ -263,14 +270,20 @@ def _opened(
     metrics: PredictorMetrics | None = None
     if options.listening.metrics is not None:
         metrics = PredictorMetrics(
-            lambda: {name: each.state() for name, each in [*predictors.items()]},
+            # a copy, because predictors are still added
+            lambda: {
+                name: predictor.state() for name, predictor in list(predictors.items())
+            },
             options.listening.metrics,
             named="" not in options.sources,
         )
         stack.callback(metrics.close)
     for name in options.sources:
-        observe = () if metrics is None else (partial(metrics.observe, name),)
-        predictors[name] = Predictor(options, name, *observe)
+        if metrics is None:
+            predictors[name] = Predictor(options, name)
+        else:
+            observe = partial(metrics.observe, name)
+            predictors[name] = Predictor(options, name, observe)
         stack.callback(predictors[name].close)
     return predictors, metrics
 
@@ -309,25 +322,14 @@ def serve_predictions(
             service,
             lambda server: add_PredictorServicer_to_server(_Service(models), server),  # type: ignore[no-untyped-call]
         )
-        http = (
-            None
-            if options.http is None
-            else HttpServer(options.http, options.listening, models)
-        )
+        http: HttpServer | None = None
+        if options.http is not None:
+            http = HttpServer(options.http, options.listening, models)
         if metrics is not None:
-            metrics.gauges(server.gauges())
-        if metrics is not None and http is not None:
-            metrics.gauges(
-                {
-                    "http_connections": (
-                        "The number of connections by HTTP.",
-                        lambda: http.connections,
-                    )
-                }
-            )
+            _add_gauges(metrics, server, http)
         serving = dict.fromkeys(["", *predictors], False)
         server.set_serving(False)
-        server.set_serving(False, *filter(None, predictors))
+        server.set_serving(False, *(name for name in predictors if name))
         server.start()
         for predictor in predictors.values():
             predictor.follower.start(options.poll_s)
@@ -338,9 +340,10 @@ def serve_predictions(
         reported = time.monotonic()
         while not stop.wait(min(_LOOK_S, options.report_s)):
             for name in serving:
-                if serving[name] != (models.not_ready(name) is None):
-                    serving[name] = not serving[name]
-                    server.set_serving(serving[name], *filter(None, [name]))
+                is_ready = models.not_ready(name) is None
+                if serving[name] != is_ready:
+                    serving[name] = is_ready
+                    server.set_serving(is_ready, *([name] if name else []))
             if time.monotonic() >= reported + options.report_s:
                 reported = time.monotonic()
                 report(models.state())
@@ -349,6 +352,16 @@ def serve_predictions(
             http.close()
         stack.close()
         report(models.state())
+
+
+def _add_gauges(
+    metrics: PredictorMetrics, server: GrpcServer, http: HttpServer | None
+) -> None:
+    """Adds the numbers of the servers to the metrics."""
+    metrics.gauges(server.gauges())
+    if http is not None:
+        text = "The number of connections by HTTP."
+        metrics.gauges({"http_connections": (text, lambda: http.connections)})
 
 
 class _Service(PredictorServicer):
@@ -362,7 +375,8 @@ class _Service(PredictorServicer):
         self._check_name(request, context)
         try:
             arguments = {
-                name: value_of(each, name) for name, each in request.arguments.items()
+                name: value_of(argument, name)
+                for name, argument in request.arguments.items()
             }
             answer = self._models.model(request.model).submit(arguments).result()
         except ValueError as error:
@@ -372,7 +386,7 @@ class _Service(PredictorServicer):
         except Exception as error:
             context.abort(grpc.StatusCode.UNKNOWN, shortened(failure(error)))
         return pb.PredictReply(
-            outputs={name: array_of(each) for name, each in answer.outputs.items()},
+            outputs={name: array_of(output) for name, output in answer.outputs.items()},
             version=answer.version,
             number=answer.number,
             seconds_behind=answer.seconds_behind,

@@ -126,16 +126,19 @@ class Follower:
         """The moment up to which the rows are right, by the publisher's clock, and when
         the follower has seen it.
         """
-        self._bad = BadReads()
+        self._bad_reads = BadReads()
         """The files that cannot be used, by the run and the number of the publication,
         and the kind of file.
         """
         self._failed: tuple[str, int, Kind] | None = None
         """The file for which the last poll ended."""
         self._problem: str | None = None
-        self._told: set[str] = set()
-        self._told_of_writers: set[str] = set()
-        self._fulls = self._deltas = self._history_changes = 0
+        self._warned_problems: set[str] = set()
+        """The problems that were warned about since the follower was up to date."""
+        self._warned_dangers: set[str] = set()
+        self._fulls = 0
+        self._deltas = 0
+        self._history_changes = 0
         self._polling = threading.Lock()
         self._stop = threading.Event()
         self._loading = False
@@ -162,8 +165,8 @@ class Follower:
                 f"{writers.danger}, or publish and follow with a key: a model that is"
                 " loaded runs code"
             )
-        if writers.danger not in self._told_of_writers:
-            self._told_of_writers.add(writers.danger)
+        if writers.danger not in self._warned_dangers:
+            self._warned_dangers.add(writers.danger)
             warn_user(f"{writers.danger}, or publish and follow with a key")
 
     @property
@@ -187,12 +190,16 @@ class Follower:
         return self._served
 
     @property
-    def _at(self) -> Publication | None:
+    def _current(self) -> Publication | None:
         return None if self._reached is None else self._reached[1]
 
     @property
     def _number(self) -> int:
         return 0 if self._served is None else self._served[1].number
+
+    @property
+    def _newest(self) -> int:
+        return 0 if self._latest is None else self._latest.number
 
     @property
     def version(self) -> str | None:
@@ -217,9 +224,7 @@ class Follower:
     @property
     def versions_behind(self) -> int:
         """The number of publications that are not applied yet."""
-        return max(
-            0, (0 if self._latest is None else self._latest.number) - self._number
-        )
+        return max(0, self._newest - self._number)
 
     @property
     def state(self) -> FollowerState:
@@ -229,7 +234,7 @@ class Follower:
             source=str(self._source),
             version=self.version,
             number=self._number,
-            newest=0 if self._latest is None else self._latest.number,
+            newest=self._newest,
             versions_behind=self.versions_behind,
             seconds_behind=max(publication_age_s, arrival_age_s),
             publication_age_s=publication_age_s,
@@ -243,21 +248,23 @@ class Follower:
         )
 
     def _waits_for(self) -> str:
-        at, failed, latest = self._at, self._failed, self._latest
-        if failed is not None and not self._bad.is_final(failed):
+        """Returns what the follower loads or applies next, for :attr:`state`."""
+        # other threads may change them meanwhile
+        current = self._current
+        failed = self._failed
+        latest = self._latest
+        if failed is not None and not self._bad_reads.is_final(failed):
             _, number, kind = failed
-            return (
-                f"{'full export' if kind == 'full' else kind} {number},"
-                f" {self._bad.next_read(failed)}"
-            )
+            file = "full export" if kind == "full" else kind
+            return f"{file} {number}, {self._bad_reads.next_read(failed)}"
         if self._pinned is not None:
             return f"publication {self._pinned}" if self._served is None else "nothing"
-        if at is None or failed is not None:
+        if current is None or failed is not None:
             return "a full export"
-        return (
-            "publication"
-            f" {(at.number if latest is None else max(at.number, latest.number)) + 1}"
+        newest = (
+            current.number if latest is None else max(current.number, latest.number)
         )
+        return f"publication {newest + 1}"
 
     def poll(self) -> bool:
         """Applies everything that has been published since the last call.
@@ -275,9 +282,11 @@ class Follower:
             RecStoreWarning: A publication cannot be used. The message has the cause.
         """
         with self._polling:
-            before, now = self._served, time.monotonic()
+            served_before = self._served
+            poll_s = time.monotonic()
             latest = self._source.latest()
-            self._seen_s = self._seen_s if latest == self._latest else now
+            if latest != self._latest:
+                self._seen_s = poll_s
             self._latest = latest
             if latest is None:
                 return False
@@ -287,14 +296,16 @@ class Follower:
                 with tempfile.TemporaryDirectory(prefix="recstore-follow-") as folder:
                     self._catch_up(latest, Path(folder))
             if self._is_done(latest):
-                self._problem = self._failed = None
-                self._told.clear()
-                self._bad.clear()
+                self._problem = None
+                self._failed = None
+                self._warned_problems.clear()
+                self._bad_reads.clear()
             if self._is_at(latest):
                 self._fresh = (latest.time, self._seen_s)
-            elif self._served is not before and self._served is not None:
+            elif self._served is not served_before and self._served is not None:
                 self._fresh = (self._served[1].time, self._seen_s)
-            return self.version != (None if before is None else before[1].version)
+            old_version = None if served_before is None else served_before[1].version
+            return self.version != old_version
 
     def start(self, every_s: float = 0.5) -> None:
         """Starts a thread that polls the source.
@@ -346,9 +357,7 @@ class Follower:
         while not self._stop.is_set():
             try:
                 self.poll()
-                self._source.wait(
-                    0 if self._latest is None else self._latest.number, every_s
-                )
+                self._source.wait(self._newest, every_s)
             except Exception as error:
                 if not self._stop.is_set():
                     self._say(f"it cannot be read at the moment: {last_line(error)}")
@@ -356,9 +365,11 @@ class Follower:
 
     def _is_at(self, latest: Latest) -> bool:
         """Returns whether the newest publication has been reached."""
-        return self._at is not None and (self._at.run, self._at.number) == (
-            latest.run,
-            latest.number,
+        current = self._current
+        return (
+            current is not None
+            and current.run == latest.run
+            and current.number == latest.number
         )
 
     def _is_done(self, latest: Latest) -> bool:
@@ -366,7 +377,10 @@ class Follower:
         return self._is_at(latest) if self._pinned is None else self._served is not None
 
     def _catch_up(self, latest: Latest, folder: Path) -> None:
-        last = min(latest.number, self._pinned or latest.number)
+        """Loads a full export if that is necessary, and applies the deltas after it."""
+        last = (
+            latest.number if self._pinned is None else min(latest.number, self._pinned)
+        )
         if self._pinned is not None and self._pinned > latest.number:
             self._say(f"publication {self._pinned} has not been published yet")
         elif self._pinned is not None and self._pinned < min(latest.fulls, default=0):
@@ -374,54 +388,55 @@ class Follower:
                 f"publication {self._pinned} has been deleted, because there are newer"
                 " full exports"
             )
-        if self._at is None:
+        if self._current is None:
             self._load(latest, 0, folder)
-        elif self._is_lost(self._at, latest):
+        elif self._is_lost(self._current, latest):
             self._say(
-                f"it has lost publication {self._at.number}, and the publisher has"
+                f"it has lost publication {self._current.number}, and the publisher has"
                 " begun another history"
             )
             if not self._load(latest, 0, folder):
                 return
             self._history_changes += 1
-        while self._at is not None and self._at.number < last:
-            cause = self._apply(self._at, latest, folder)
+        while self._current is not None and self._current.number < last:
+            cause = self._apply(self._current, latest, folder)
             if cause is not None:
                 self._say(
-                    f"publication {self._at.number + 1} cannot be applied: {cause}"
+                    f"publication {self._current.number + 1} cannot be applied: {cause}"
                 )
-                if not self._load(latest, self._at.number, folder):
+                if not self._load(latest, self._current.number, folder):
                     break
 
-    def _is_lost(self, at: Publication, latest: Latest) -> bool:
-        """Returns whether the newest publication does not descend from ``at``.
+    def _is_lost(self, current: Publication, latest: Latest) -> bool:
+        """Returns whether the newest publication does not descend from ``current``.
 
         A publisher uses each number once.
         """
-        if latest.run == at.run:
+        if latest.run == current.run:
             return False
-        if latest.number <= at.number:
+        if latest.number <= current.number:
             return True
         with suppress(ValueError):  # The record cannot be read now.
             try:
-                there = self._source.publication(at.number)
-                return (there.run, there.version) != (at.run, at.version)
-            except (
-                FileNotFoundError
-            ):  # It was deleted, as the publisher does with old ones.
+                published = self._source.publication(current.number)
+                return (
+                    published.run != current.run or published.version != current.version
+                )
+            except FileNotFoundError:
+                # It was deleted, as the publisher does with old ones.
                 with suppress(FileNotFoundError):
-                    base = self._source.publication(at.number + 1).base
-                    return base is not None and base != at.version
+                    base = self._source.publication(current.number + 1).base
+                    return base is not None and base != current.version
         return False
 
-    def _apply(self, at: Publication, latest: Latest, folder: Path) -> str | None:
-        """Applies the delta after ``at``.
+    def _apply(self, current: Publication, latest: Latest, folder: Path) -> str | None:
+        """Applies the delta after ``current``.
 
         Returns the reason if that is not possible.
         """
-        number = at.number + 1
+        number = current.number + 1
         file: tuple[str, int, Kind] = (latest.run, number, "delta")
-        cause = self._bad.cause(file)
+        cause = self._bad_reads.cause(file)
         if cause is not None:
             self._failed = file
             return cause
@@ -429,10 +444,10 @@ class Follower:
             publication = self._source.publication(number)
             if publication.base is None:
                 return "it has no delta, because the publisher began anew"
-            if publication.base != at.version:
+            if publication.base != current.version:
                 return (
                     f"it is a delta of version {publication.base}, and the rows are of"
-                    f" version {at.version}"
+                    f" version {current.version}"
                 )
             path = self._source.fetch(number, "delta", folder)
             delta = checked_delta(
@@ -449,20 +464,21 @@ class Follower:
             raise
         except _BAD as error:
             self._failed = file
-            return self._bad.add(file, error)
+            return self._bad_reads.add(file, error)
         self._serve(model, publication, delta)
         self._deltas += 1
         return None
 
-    def _load(self, latest: Latest, after: int, folder: Path) -> bool:
+    def _load(self, latest: Latest, least_number: int, folder: Path) -> bool:
         """Loads the newest full export that can be used and has a number above
-        ``after``.
+        ``least_number``.
         """
         for number in reversed(latest.fulls):
             file: tuple[str, int, Kind] = (latest.run, number, "full")
-            if number <= after or number > (self._pinned or number):
+            is_too_new = self._pinned is not None and number > self._pinned
+            if number <= least_number or is_too_new:
                 continue
-            if self._bad.cause(file) is not None:
+            if self._bad_reads.cause(file) is not None:
                 self._failed = file
                 continue
             try:
@@ -478,10 +494,8 @@ class Follower:
                 raise
             except _BAD as error:
                 self._failed = file
-                self._say(
-                    f"full export {number} cannot be loaded:"
-                    f" {self._bad.add(file, error)}"
-                )
+                cause = self._bad_reads.add(file, error)
+                self._say(f"full export {number} cannot be loaded: {cause}")
                 continue
             self._serve(model, publication)
             self._fulls += 1
@@ -494,19 +508,20 @@ class Follower:
         publication: Publication,
         delta: dict[str, Tensor] | None = None,
     ) -> None:
+        """Serves a model, unless it is only on the way to the pinned publication."""
+        if self._pinned is not None:
+            delta = None  # The indexes have not had the publication before.
         if self._pinned in (None, publication.number):
             with self._changing():
                 for index in self._indexes:
-                    index.update(model, delta if self._pinned is None else None)
-            self._served = model, publication
-        self._reached = model, publication
+                    index.update(model, delta)
+            self._served = (model, publication)
+        self._reached = (model, publication)
 
     def _checked(self, number: int, kind: Kind, folder: Path) -> Path:
         """Returns a file of a full export after its bytes have been checked."""
-        path, name = (
-            self._source.fetch(number, kind, folder),
-            self._source.name_of(number, kind),
-        )
+        path = self._source.fetch(number, kind, folder)
+        name = self._source.name_of(number, kind)
         # Rows that are mapped must stay in the directory, and the tensors are read
         # while others could shorten the file.
         if path.parent != folder and (self._key is not None or kind == "full"):
@@ -534,8 +549,8 @@ class Follower:
         is up to date again.
         """
         self._problem = f"{self._source}: {problem}"
-        if problem not in self._told:
-            self._told.add(problem)
+        if problem not in self._warned_problems:
+            self._warned_problems.add(problem)
             warn_user(
                 f"{self._problem}: the present rows are served until the newest"
                 " publication can be used"
@@ -578,23 +593,8 @@ def follow(
         ImportError: The package ``redis`` is missing.
     """
     follower = Follower(source, key=key, retrieval=retrieval, pinned=pinned)
-    end = time.monotonic() + timeout_s
     try:
-        while follower.version is None:
-            try:
-                follower.poll()
-                cause: OSError | None = None
-            except OSError as error:
-                cause = error
-            if follower.version is None and time.monotonic() >= end:
-                if cause is not None:
-                    raise cause
-                problem = follower.state.problem or "nothing has been published there"
-                raise TimeoutError(
-                    f"{source}: no model after {timeout_s:g} s: {problem}"
-                )
-            if follower.version is None:
-                time.sleep(min(every_s, max(0.0, end - time.monotonic())))
+        _wait_for_model(follower, source, every_s, timeout_s)
         follower.start(every_s)
     except BaseException:
         follower.close()
@@ -602,13 +602,38 @@ def follow(
     return follower
 
 
+def _wait_for_model(
+    follower: Follower, source: str | Path, every_s: float, timeout_s: float
+) -> None:
+    """Polls until the follower has a model.
+
+    Raises:
+        TimeoutError, OSError: See :func:`follow`.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        cause: OSError | None = None
+        try:
+            follower.poll()
+        except OSError as error:
+            cause = error
+        if follower.version is not None:
+            return
+        if time.monotonic() >= end:
+            if cause is not None:
+                raise cause
+            problem = follower.state.problem or "nothing has been published there"
+            raise TimeoutError(f"{source}: no model after {timeout_s:g} s: {problem}")
+        time.sleep(min(every_s, max(0.0, end - time.monotonic())))
+
+
 _started: WeakSet[Follower] = WeakSet()
 
 
 def _finish() -> None:
     """Stops the threads of all followers."""
-    for running in list(_started):
-        running.close()
+    for follower in list(_started):
+        follower.close()
 
 
 # A daemon thread that runs torch while the interpreter ends would abort the process.

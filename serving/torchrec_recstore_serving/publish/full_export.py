@@ -54,33 +54,31 @@ def write_full(
     Raises:
         OSError: A file cannot be written.
     """
-    kept = {table.name for table in mapped} | set(served_on_servers(script))
+    names_with_rows = {table.name for table in mapped} | set(served_on_servers(script))
     empty = copy.deepcopy(script)
+    empty_tables = dict(script_tables(empty))
     tensors: dict[str, Tensor] = {}
-    for (_, table), (_, without) in zip(
-        script_tables(script), script_tables(empty), strict=True
-    ):
-        if table.name in kept:
+    for path, table in script_tables(script):
+        empty_table = empty_tables[path]
+        if table.name in names_with_rows:
             if hasattr(table, "native"):  # The rows are written apart from this object.
-                without.native = table.native
+                empty_table.native = table.native
             continue
         # the model may have a table at several paths
         if f"{table.name}/ids" not in tensors:
             ids, rows = _stored(table)
-            tensors |= {
-                f"{table.name}/ids": ids,
-                f"{table.name}/rows": rows,
-                f"{table.name}/removed": ids[:0],
-            }
-        _empty(without)
+            tensors[f"{table.name}/ids"] = ids
+            tensors[f"{table.name}/rows"] = rows
+            tensors[f"{table.name}/removed"] = ids[:0]
+        _empty(empty_table)
     for name in dense:
         tensors[f"dense/{name}"] = dense_tensor(script, name).clone(
             memory_format=torch.contiguous_format
         )
         dense_tensor(empty, name).zero_()
     version = script_version(empty, dense)
-    for _, without in script_tables(empty):
-        without.version = version
+    for table in empty_tables.values():
+        table.version = version
     save_script(empty, program, key, mapped)
     write_tensors(tensors, version, script.recstore_version(), full, key)
 
@@ -106,11 +104,9 @@ def _stored(table: Any) -> tuple[Tensor, Tensor]:
         ids = table.native.ids()
         return ids, table.native.stored(ids)
     rows = table.stored_rows()
-    return (
-        (table.raw_ids(), rows[1:])
-        if table.has_ids
-        else (torch.arange(len(rows)), rows)
-    )
+    if table.has_ids:
+        return table.raw_ids(), rows[1:]
+    return torch.arange(len(rows)), rows
 
 
 def _empty(table: Any) -> None:
@@ -119,14 +115,15 @@ def _empty(table: Any) -> None:
     A table of TorchRec keeps their number, and has zeros that take no space.
     """
     if hasattr(table, "native"):
-        number, none = (
-            TYPE_NUMBERS.get(table.row_format, 0),
-            torch.empty(0, dtype=torch.int64),
-        )
         table.native = torch.classes.recstore.ServedTable(
-            number, table.dim, none, table.row_like()
+            TYPE_NUMBERS.get(table.row_format, 0),
+            table.dim,
+            torch.empty(0, dtype=torch.int64),
+            table.row_like(),
         )
     elif table.has_ids:
-        table.ids, table.rows = table.ids[-1:].clone(), table.rows[:1].clone()
+        table.ids = table.ids[-1:].clone()
+        table.rows = table.rows[:1].clone()
     else:
-        table.rows = torch.zeros_like(table.rows[:1]).expand(table.rows.shape)
+        zeros = torch.zeros_like(table.rows[:1])
+        table.rows = zeros.expand(table.rows.shape)

@@ -29,11 +29,7 @@ from torchrec_recstore_serving.export.sorted_tables import ServedQuantTable, Ser
 from torchrec_recstore_serving.export.structure import constant_of, structure_of
 from torchrec_recstore_serving.export.tables_on_servers import ServerTable
 from torchrec_recstore_serving.export.torchscript import compiled, set_version
-from torchrec_recstore_serving.export.verification import (
-    checksum_of,
-    hexadecimal,
-    scripted_function,
-)
+from torchrec_recstore_serving.export.verification import hexadecimal_checksum
 
 _MANGLED = re.compile(r"___torch_mangle_\d+\.")
 """What TorchScript adds to the names of classes, so that they differ within the
@@ -82,7 +78,9 @@ class Program:
             served: The result of :func:`torchrec_recstore.inference.scriptable` with
                 ``index="sorted"``. Its tables need not have rows.
         """
-        if self._script is None or structure_of(served) != self._structure:
+        if self._script is None:
+            return False
+        if structure_of(served) != self._structure:
             return False
         return _values_of(served, self._read_tensors) == self._read_values
 
@@ -105,11 +103,12 @@ class Program:
         """
         # before TorchScript adds attributes to the modules
         structure = structure_of(served)
-        script, read_tensors = compiled(
-            _without_rows(served) if self._index == "hash" else served
-        )
-        names = dense_tensors(served, every_path=True)
-        dense = [name for name in names if tensor_at(script, name) is not None]
+        source = _without_rows(served) if self._index == "hash" else served
+        script, read_tensors = compiled(source)
+        dense: list[str] = []
+        for name in dense_tensors(served, every_path=True):
+            if tensor_at(script, name) is not None:
+                dense.append(name)
         read_values = _values_of(served, read_tensors)
         code = _code_of(script, dense)
         self._structure = structure
@@ -148,9 +147,8 @@ class Program:
         tensors = dense_tensors(served, every_path=True)
         for name in self.dense:
             dense_tensor(script, name).copy_(tensors[name])
-        set_version(
-            script, script_version(script, self.dense), script.recstore_attributes()
-        )
+        version = script_version(script, self.dense)
+        set_version(script, version, script.recstore_attributes())
         return script
 
     def mapped_tables(self, rows: str) -> list[Any]:
@@ -163,12 +161,11 @@ class Program:
         """
         if rows != "mapped":
             return []
-        by_name = {
-            module.name: module
-            for _, module in script_tables(self.script)
-            if hasattr(module, "native")
-        }
-        return list(by_name.values())
+        tables: dict[str, Any] = {}  # by name, because a table may have several paths
+        for _, table in script_tables(self.script):
+            if hasattr(table, "native"):
+                tables[table.name] = table
+        return list(tables.values())
 
 
 def script_tables(script: torch.jit.ScriptModule) -> Iterator[tuple[str, Any]]:
@@ -198,7 +195,7 @@ def script_version(script: torch.jit.ScriptModule, dense: Sequence[str]) -> str:
     tensors = {f"dense/{name}": dense_tensor(script, name) for name in dense}
     for _, table in script_tables(script):
         _KINDS[table.original_name].give_tensors(table, tensors)
-    return str(scripted_function(hexadecimal)(scripted_function(checksum_of)(tensors)))
+    return hexadecimal_checksum(tensors)
 
 
 def _code_of(script: torch.jit.ScriptModule, dense: Sequence[str]) -> object:
@@ -219,10 +216,10 @@ def _code_of(script: torch.jit.ScriptModule, dense: Sequence[str]) -> object:
     first_names: dict[int, str] = {}
     for name in dense:
         tensor = dense_tensor(script, name)
-        first = (
-            first_names.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
-        )
-        tensors.append((name, first, tuple(tensor.shape), tensor.dtype))
+        first_name = name
+        if tensor.numel():
+            first_name = first_names.setdefault(tensor.data_ptr(), name)
+        tensors.append((name, first_name, tuple(tensor.shape), tensor.dtype))
     return (
         methods,
         tables,
@@ -259,10 +256,8 @@ def _lists_of_tensors(
             continue
         for name, (kind, _) in sorted(module._concrete_type.get_attributes().items()):
             value = getattr(module, name, None)
-            if (
-                isinstance(value, list | tuple | dict)
-                and "Tensor" in kind.annotation_str
-            ):
+            has_parts = isinstance(value, list | tuple | dict)
+            if has_parts and "Tensor" in kind.annotation_str:
                 described.append((path, name, value_of(value)))
     return described
 
@@ -277,10 +272,11 @@ def _values_of(served: nn.Module, names: Collection[str]) -> object:
 
 def _native(table: ServedTable) -> Any:
     """Returns the native object of a table with a hash index."""
-    number = TYPE_NUMBERS.get(table.row_format, 0)
-    ids = table.raw_ids().contiguous()
     return torch.classes.recstore.ServedTable(
-        number, table.dim, ids, table.rows.contiguous()
+        TYPE_NUMBERS.get(table.row_format, 0),
+        table.dim,
+        table.raw_ids().contiguous(),
+        table.rows.contiguous(),
     )
 
 

@@ -79,28 +79,36 @@ class Latest:
     run: str
 
 
-def latest_after(publication: Publication, before: Latest | None) -> Latest:
+def latest_after(publication: Publication, known_latest: Latest | None) -> Latest:
     """Returns the state of a place after another publication.
 
     A full export replaces all but one before it.
     """
-    fulls = () if before is None else before.fulls
+    fulls = () if known_latest is None else known_latest.fulls
     if publication.full:
         fulls = (*fulls[-1:], publication.number)
     return Latest(
-        publication.number,
-        publication.version,
-        publication.time,
-        fulls,
-        publication.run,
+        number=publication.number,
+        version=publication.version,
+        time=publication.time,
+        fulls=fulls,
+        run=publication.run,
     )
+
+
+def is_same(latest: Latest | None, other: Latest | None) -> bool:
+    """Returns whether two states of a place have the same newest publication."""
+    if latest is None or other is None:
+        return latest is other
+    return latest.number == other.number and latest.run == other.run
 
 
 def first_kept(latest: Latest, kind: Kind) -> int:
     """Returns the least number whose file of this kind a follower may need: all from
     the older full export on.
     """
-    return latest.fulls[0] + (kind == "delta")
+    older_full = latest.fulls[0]
+    return older_full + 1 if kind == "delta" else older_full
 
 
 class Publications(Protocol):
@@ -121,13 +129,15 @@ class Publications(Protocol):
         publication.
         """
 
-    def append(self, publication: Publication, before: Latest | None) -> Latest | None:
+    def append(
+        self, publication: Publication, known_latest: Latest | None
+    ) -> Latest | None:
         """Publishes the files at :meth:`path_of`, and deletes files that no follower
         needs any more.
 
         Args:
             publication: The publication.
-            before: The newest publication, as this publisher knows it.
+            known_latest: The newest publication, as this publisher knows it.
 
         Returns:
             The newest publication. None if the place has lost the one before, so that
@@ -223,9 +233,9 @@ def described(value: Publication | Latest, key: Key | None = None) -> str:
     end if there is a key.
     """
     fields = dict(sorted(asdict(value).items()))
-    return json.dumps(
-        fields if key is None else {**fields, "signature": _signature(fields, key)}
-    )
+    if key is not None:
+        fields["signature"] = _signature(fields, key)
+    return json.dumps(fields)
 
 
 def _signature(fields: Mapping[str, Any], key: Key) -> str:
@@ -236,27 +246,28 @@ def _signature(fields: Mapping[str, Any], key: Key) -> str:
     return key.sign("record", json.dumps(fields, sort_keys=True).encode())
 
 
-def latest_of(text: str | bytes, where: object, key: Key | None = None) -> Latest:
+def latest_of(text: str | bytes, location: object, key: Key | None = None) -> Latest:
     """Returns the :class:`Latest` of a text that :func:`described` has made.
 
     Raises:
         ValueError: The text is something else, or it is not signed with the key.
     """
-    fields = _fields(text, where, key)
+    fields = _fields(text, location, key)
     try:
-        latest = Latest(**{**fields, "fulls": tuple(fields["fulls"])})
+        fields["fulls"] = tuple(fields["fulls"])
+        latest = Latest(**fields)
         _check_types(latest)
         for full in latest.fulls:
             _check_number("fulls", full)
         return latest
     except (TypeError, KeyError) as error:
         raise ValueError(
-            f"{where} is not what a DeltaPublisher writes: {error}"
+            f"{location} is not what a DeltaPublisher writes: {error}"
         ) from error
 
 
 def publication_of(
-    text: str | bytes, number: int, where: object, key: Key | None = None
+    text: str | bytes, number: int, location: object, key: Key | None = None
 ) -> Publication:
     """Returns the :class:`Publication` of a text that :func:`described` has made.
 
@@ -265,7 +276,7 @@ def publication_of(
             with the key.
     """
     try:
-        publication = Publication(**_fields(text, where, key))
+        publication = Publication(**_fields(text, location, key))
         _check_types(publication)
         if not isinstance(publication.full, bool):
             raise TypeError(f"full is {publication.full!r}")
@@ -273,10 +284,10 @@ def publication_of(
             raise TypeError(f"base is {publication.base!r}")
     except TypeError as error:
         raise ValueError(
-            f"{where} is not what a DeltaPublisher writes: {error}"
+            f"{location} is not what a DeltaPublisher writes: {error}"
         ) from error
     if publication.number != number:
-        raise ValueError(f"{where} is publication {publication.number}")
+        raise ValueError(f"{location} is publication {publication.number}")
     return publication
 
 
@@ -293,49 +304,52 @@ def _check_types(value: Publication | Latest) -> None:
         TypeError: A field has another type.
     """
     _check_number("number", value.number)
-    for field in ("version", "run"):
-        if not isinstance(getattr(value, field), str):
-            raise TypeError(f"{field} is {getattr(value, field)!r}")
-    is_number = isinstance(value.time, int | float) and not isinstance(value.time, bool)
-    if not is_number or not abs(value.time) < _LATEST_S:  # NaN is not.
-        raise TypeError(f"time is {value.time!r}")
+    for field, text in (("version", value.version), ("run", value.run)):
+        if not isinstance(text, str):
+            raise TypeError(f"{field} is {text!r}")
+    time = value.time
+    is_number = isinstance(time, int | float) and not isinstance(time, bool)
+    if not is_number or not abs(time) < _LATEST_S:  # NaN is not.
+        raise TypeError(f"time is {time!r}")
 
 
 def _check_number(field: str, number: object) -> None:
-    if (
-        isinstance(number, bool)
-        or not isinstance(number, int)
-        or not 0 <= number < 10**12
-    ):
+    is_integer = isinstance(number, int) and not isinstance(number, bool)
+    if not is_integer or not 0 <= number < 10**12:  # type: ignore[operator]
         raise TypeError(f"{field} is {number!r}, which is no number of a publication")
 
 
-def _fields(text: str | bytes, where: object, key: Key | None) -> dict[str, Any]:
+def _fields(text: str | bytes, location: object, key: Key | None) -> dict[str, Any]:
     try:
         fields = json.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"{where} is not what a DeltaPublisher writes: {error}"
+            f"{location} is not what a DeltaPublisher writes: {error}"
         ) from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{where} is not what a DeltaPublisher writes")
+        raise ValueError(f"{location} is not what a DeltaPublisher writes")
     signature = fields.pop("signature", None)
     if key is not None:
         if not isinstance(signature, str):
-            raise no_signature(where, key)
+            raise no_signature(location, key)
         expected = _signature(fields, key)
         if not hmac.compare_digest(signature.encode(), expected.encode()):
-            raise wrong_signature(where, key, expected)
+            raise wrong_signature(location, key, expected)
     return fields
 
 
-def _is_open(folder: Path) -> bool:
-    """Returns whether every user may replace the contents of a directory.
-
-    In a sticky one, only its own files.
+def _open_folder(folder: Path) -> Path | None:
+    """Returns the directory in which every user may replace the contents of a
+    directory: the directory itself or one around it.
     """
-    mode = folder.stat().st_mode
-    return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
+    if folder.stat().st_mode & stat.S_IWOTH:
+        return folder
+    for parent in folder.parents:
+        mode = parent.stat().st_mode
+        # In a sticky directory, users replace only their own files.
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return parent
+    return None
 
 
 def _user(number: int) -> str:
@@ -374,7 +388,7 @@ class DirectoryPublications:
         self._key = key
         self._lock: FileLock | None = None
         self._stopped = threading.Event()
-        self._kept: set[str] = set()
+        self._needed_files: set[str] = set()
         """The names of the publisher's newest full export, and of the files after it.
         """
 
@@ -398,24 +412,26 @@ class DirectoryPublications:
         """See :meth:`Publications.path_of`."""
         return self._directory / f"{number:012d}{_SUFFIXES[kind]}"
 
-    def append(self, publication: Publication, before: Latest | None) -> Latest | None:
+    def append(
+        self, publication: Publication, known_latest: Latest | None
+    ) -> Latest | None:
         """See :meth:`Publications.append`."""
-        if not self._has(before) or (
-            publication.base is not None and not self._is_whole()
-        ):
+        if not self._has(known_latest):
             return None
-        after = latest_after(publication, before)
-        self._write(self._record(publication.number), described(publication, self._key))
-        self._write(self._directory / "latest.json", described(after, self._key))
-        kinds = FULL if publication.full else ("delta",)
-        names = {
-            self._record(publication.number).name,
-            *(self.path_of(publication.number, kind).name for kind in kinds),
-        }
-        self._kept = names if publication.full else self._kept | names
+        if publication.base is not None and not self._is_whole():
+            return None
+        latest = latest_after(publication, known_latest)
+        record = self._record(publication.number)
+        self._write(record, described(publication, self._key))
+        self._write(self._directory / "latest.json", described(latest, self._key))
         if publication.full:
-            self._trim(after)
-        return after
+            self._needed_files.clear()
+        self._needed_files.add(record.name)
+        for kind in FULL if publication.full else ("delta",):
+            self._needed_files.add(self.path_of(publication.number, kind).name)
+        if publication.full:
+            self._trim(latest)
+        return latest
 
     def confirm(self, latest: Latest) -> bool:
         """See :meth:`Publications.confirm`."""
@@ -427,9 +443,10 @@ class DirectoryPublications:
     def latest(self) -> Latest | None:
         """See :meth:`Publications.latest`."""
         path = self._directory / "latest.json"
+        is_publisher = self._lock is not None
         try:
             return latest_of(
-                path.read_bytes(), path, self._key if self._lock is None else None
+                path.read_bytes(), path, None if is_publisher else self._key
             )
         except FileNotFoundError:
             return None
@@ -463,23 +480,21 @@ class DirectoryPublications:
         trusted = f"everyone who may write the directory {self}"
         try:
             folder = self._directory.resolve(strict=True)
-            there = folder.stat()
-            anyone = (
-                folder
-                if there.st_mode & stat.S_IWOTH
-                else next(filter(_is_open, folder.parents), None)
-            )
+            status = folder.stat()
+            open_folder = _open_folder(folder)
         except OSError:  # It does not exist yet.
             return Writers(trusted)
-        trusted += f", which belongs to {_user(there.st_uid)}"
-        if anyone is not None:
+        owner = _user(status.st_uid)
+        trusted += f", which belongs to {owner}"
+        if open_folder is not None:
             return Writers(
                 trusted,
-                f"every user of this machine may write {anyone}: chmod o-w {anyone}",
+                f"every user of this machine may write {open_folder}: chmod o-w"
+                f" {open_folder}",
                 anyone=True,
             )
-        group = _group(there.st_gid)
-        if there.st_mode & stat.S_IWGRP and group != _user(there.st_uid):
+        group = _group(status.st_gid)
+        if status.st_mode & stat.S_IWGRP and group != owner:
             return Writers(
                 trusted, f"the group {group} may write {folder}: chmod g-w {folder}"
             )
@@ -497,20 +512,19 @@ class DirectoryPublications:
     def __str__(self) -> str:
         return str(self._directory)
 
-    def _has(self, before: Latest | None) -> bool:
+    def _has(self, known_latest: Latest | None) -> bool:
         """Returns whether the newest publication is the one that the publisher knows.
 
         It creates a lost directory.
         """
-        found = self.latest()
-        if found is None:
+        latest = self.latest()
+        if latest is None:
             make_directory(self._directory)
-        known = None if before is None else (before.number, before.run)
-        return known == (None if found is None else (found.number, found.run))
+        return is_same(latest, known_latest)
 
     def _is_whole(self) -> bool:
         """Returns whether nobody else has deleted what followers need."""
-        return self._kept <= set(os.listdir(self._directory))
+        return self._needed_files <= set(os.listdir(self._directory))
 
     def _record(self, number: int) -> Path:
         return self._directory / f"{number:012d}.json"
@@ -521,13 +535,12 @@ class DirectoryPublications:
 
     def _trim(self, latest: Latest) -> None:
         """Deletes the files of publications that no follower needs."""
-        kept = {
-            suffix: first_kept(latest, kind) for kind, suffix in _SUFFIXES.items()
-        } | {".json": latest.fulls[0]}
+        first_numbers = {".json": latest.fulls[0]}
+        for kind, suffix in _SUFFIXES.items():
+            first_numbers[suffix] = first_kept(latest, kind)
         for entry in self._directory.iterdir():
-            if (
-                entry.suffix in kept
-                and entry.stem.isdecimal()
-                and int(entry.stem) < kept[entry.suffix]
-            ):
+            first_number = first_numbers.get(entry.suffix)
+            if first_number is None or not entry.stem.isdecimal():
+                continue
+            if int(entry.stem) < first_number:
                 entry.unlink(missing_ok=True)

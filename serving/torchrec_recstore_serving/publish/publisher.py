@@ -43,7 +43,7 @@ from torchrec_recstore_serving.export.verification import compile_checksums
 from torchrec_recstore_serving.publish.destinations import publications_at
 from torchrec_recstore_serving.publish.full_export import write_full
 from torchrec_recstore_serving.publish.program import Program
-from torchrec_recstore_serving.publish.publications import FULL, Latest, Publication
+from torchrec_recstore_serving.publish.publications import Latest, Publication
 
 _PAUSE_S = 0.01
 _EXCHANGES = 32  # the largest number of exchanges between ranks within every_s
@@ -131,12 +131,10 @@ class DeltaPublisher:
                     f"{name} must not be negative and must be finite, got {value}"
                 )
         self._model = model
-        self._every_s, self._full_every_s = every_s, full_every_s
-        self._dtype, self._min_frequency, self._top_rows = (
-            dtype,
-            min_frequency,
-            top_rows,
-        )
+        self._every_s = every_s
+        self._dtype = dtype
+        self._min_frequency = min_frequency
+        self._top_rows = top_rows
         self._rows = rows
         self._env = whole_environment()
         self._marks: dict[Table, int] = {}
@@ -170,33 +168,36 @@ class DeltaPublisher:
             return
         # One exchange carries the errors and the clock of the first rank, and says
         # whether a rank writes a checkpoint.
-        told = all_gathered(self._news(), self._env)
-        for news in told:
+        news_of_ranks = all_gathered(self._news(), self._env)
+        for news in news_of_ranks:
             if news.error is not None:
                 raise news.error
-        remaining = told[0].remaining
-        if told[0].ready and remaining <= 0 and not any(news.saving for news in told):
+        first = news_of_ranks[0]
+        a_rank_saves = any(news.saving for news in news_of_ranks)
+        remaining_s = first.remaining_s
+        if first.ready and remaining_s <= 0 and not a_rank_saves:
             self._publish()
-            remaining = self._every_s
+            remaining_s = self._every_s
         # After half of the time, so that steps that become slower hardly delay the
         # publication.
-        self._pace.plan(
-            told[0].now,
-            max(remaining / 2, min(self._every_s / _EXCHANGES, _LONGEST_WAIT_S)),
-        )
+        least_pause_s = min(self._every_s / _EXCHANGES, _LONGEST_WAIT_S)
+        self._pace.plan(first.time_s, max(remaining_s / 2, least_pause_s))
 
     def _news(self) -> _News:
         """Returns what this rank tells the others in a step."""
         error: Exception | None = None
-        now, ready, remaining = time.monotonic(), False, 0.0
+        time_s = time.monotonic()
+        ready = False
+        remaining_s = 0.0
         if self._writer is not None:
             try:
                 self._writer.raise_error()
                 ready = not self._writer.busy
-                remaining = 0.0 if self._writer.needs_whole else self._next - now
+                if not self._writer.needs_whole:
+                    remaining_s = self._next - time_s
             except Exception as raised:
                 error = picklable(raised)
-        return _News(error, now, ready, remaining, is_saving())
+        return _News(error, time_s, ready, remaining_s, is_saving())
 
     def close(self) -> None:
         """Publishes the model as it is now, and waits until the publication is
@@ -233,26 +234,27 @@ class DeltaPublisher:
     ) -> None:
         if kind is None:
             self.close()
-        else:  # Another rank may have failed, so that no collective call can be made.
-            self._release()
-            error = None if self._writer is None else self._writer.error
-            if error is not None:
-                warn_user(
-                    f"the last publication has failed: {type(error).__name__}: {error}"
-                )
+            return
+        # Another rank may have failed, so that no collective call can be made.
+        self._release()
+        error = None if self._writer is None else self._writer.error
+        if error is not None:
+            warn_user(
+                f"the last publication has failed: {type(error).__name__}: {error}"
+            )
 
     def _wait(self) -> bool:
         """Waits for the thread and raises its error.
 
         Returns whether the whole model has to be published.
         """
-        again = False
+        needs_whole = False
         with refused_together(self._env):
             if self._writer is not None:
                 self._writer.wait()
                 self._writer.raise_error()
-                again = self._writer.needs_whole
-        return bool(all_gathered(again, self._env)[0])
+                needs_whole = self._writer.needs_whole
+        return bool(all_gathered(needs_whole, self._env)[0])
 
     def _publish(self) -> None:
         """Reads the model, compiles it if that is necessary, and begins to write a
@@ -261,22 +263,27 @@ class DeltaPublisher:
         self._next = time.monotonic() + self._every_s
         moment = time.time()
         marks: dict[Table, int] = {}
-        reading = self._changed(marks)
+        reading = self._read_changes(marks)
         if reading is None:
             marks = {}
-            reading = self._whole(marks)
+            reading = self._read_model(marks)
         if self._writer is not None:
             self._writer.begin(reading, moment)
         self._marks = marks
 
-    def _whole(self, marks: dict[Table, int]) -> _Reading:
+    def _read_model(self, marks: dict[Table, int]) -> _Reading:
         """Reads the whole model, and compiles it if its structure is new.
 
         Adds the mark of each shard to ``marks``.
         """
-        selection = (self._min_frequency, self._top_rows)
         exported = read_model(
-            self._model, self._dtype, *selection, self._env, marks, None, self._rows
+            self._model,
+            self._dtype,
+            self._min_frequency,
+            self._top_rows,
+            self._env,
+            marks,
+            rows=self._rows,
         )
         with refused_together(self._env):
             reading = _Reading(exported)
@@ -287,7 +294,7 @@ class DeltaPublisher:
                 self._writer.compile(reading.served)
         return reading
 
-    def _changed(self, marks: dict[Table, int]) -> _Reading | None:
+    def _read_changes(self, marks: dict[Table, int]) -> _Reading | None:
         """Reads what has changed since the last publication.
 
         Args:
@@ -297,9 +304,8 @@ class DeltaPublisher:
             The changes. None, on every rank, if they are not known, or if the structure
             of the model has changed.
         """
-        version = all_gathered(
-            None if self._writer is None else self._writer.chained_version(), self._env
-        )[0]
+        version = None if self._writer is None else self._writer.chained_version()
+        version = all_gathered(version, self._env)[0]
         if version is None or self._min_frequency or self._top_rows is not None:
             return None
         remember(self._marks, version)
@@ -328,16 +334,16 @@ class _News:
 
     Args:
         error: The error of the last publication.
-        now: The time by ``time.monotonic()``.
+        time_s: The time by ``time.monotonic()``.
         ready: Whether the writer can write a publication.
-        remaining: The time in seconds until a publication is due, 0 or less if it is.
+        remaining_s: The time in seconds until a publication is due, 0 or less if it is.
         saving: Whether the rank writes a checkpoint.
     """
 
     error: Exception | None
-    now: float
+    time_s: float
     ready: bool
-    remaining: float
+    remaining_s: float
     saving: bool
 
 
@@ -421,11 +427,9 @@ class _Writer:
 
         None: a delta of the changed rows only cannot be made of it.
         """
-        return (
-            self._base.recstore_version()
-            if self._base is not None and is_hashed(self._base)
-            else None
-        )
+        if self._base is None or not is_hashed(self._base):
+            return None
+        return str(self._base.recstore_version())
 
     def compile(self, served: nn.Module) -> bool:
         """Compiles a model if its structure is not that of the compiled one.
@@ -497,41 +501,48 @@ class _Writer:
     def _resume(self) -> None:
         """Continues after the newest publication of the destination."""
         self._latest = self._place.latest()
-        self._number = max(
-            self._number, 0 if self._latest is None else self._latest.number
-        )
+        if self._latest is not None:
+            self._number = max(self._number, self._latest.number)
 
     def _write(self, reading: _Reading, moment: float) -> None:
+        """Writes a publication of a model as it was at a moment."""
         info = None if self._base is None else self._delta(reading)
         if info is None and reading.changes is not None:
-            self._base, self.needs_whole = None, True
+            self._base = None
+            self.needs_whole = True
             return
         if info is None:
             self._base = self._program.load(reading.served)
         assert self._base is not None
         full = info is None or time.monotonic() >= self._next_full
         if info is not None and info.base == info.version and not full:
-            assert self._latest is not None
             info.path.unlink()
-            now = replace(self._latest, time=moment)
-            there = self._place.confirm(now)
-            if there:
-                self._latest = now
+            is_published = self._confirm(moment)
         else:
             if info is not None:
-                self._base.apply_delta(
-                    checked_delta(info.path, str(info.path), self._key)
-                )
-            there = self._append(info, full, moment)
-        if not there:
-            warn_user(
-                f"{self._place} has lost publications: a full export is published"
+                delta = checked_delta(info.path, str(info.path), self._key)
+                self._base.apply_delta(delta)
+            is_published = self._append(info, full, moment)
+        if is_published:
+            return
+        warn_user(f"{self._place} has lost publications: a full export is published")
+        self._resume()
+        if not self._append(None, True, moment):
+            raise OSError(
+                f"{self._place} loses its publications while they are written"
             )
-            self._resume()
-            if not self._append(None, True, moment):
-                raise OSError(
-                    f"{self._place} loses its publications while they are written"
-                )
+
+    def _confirm(self, moment: float) -> bool:
+        """Publishes that the model has not changed up to a moment.
+
+        Returns False if the place has lost the newest publication.
+        """
+        assert self._latest is not None
+        latest = replace(self._latest, time=moment)
+        if not self._place.confirm(latest):
+            return False
+        self._latest = latest
+        return True
 
     def _delta(self, reading: _Reading) -> DeltaInfo | None:
         """Writes the changes since the last publication.
@@ -556,19 +567,27 @@ class _Writer:
         assert self._base is not None
         number = self._number + 1
         if full:
-            program, tensors = (self._place.path_of(number, kind) for kind in FULL)
-            mapped = self._program.mapped_tables(self._rows)
             write_full(
-                self._base, self._program.dense, program, tensors, self._key, mapped
+                self._base,
+                self._program.dense,
+                program=self._place.path_of(number, "program"),
+                full=self._place.path_of(number, "full"),
+                key=self._key,
+                mapped=self._program.mapped_tables(self._rows),
             )
-        base = None if info is None else info.base
         publication = Publication(
-            number, self._base.recstore_version(), base, moment, full, self._run
+            number=number,
+            version=self._base.recstore_version(),
+            base=None if info is None else info.base,
+            time=moment,
+            full=full,
+            run=self._run,
         )
         latest = self._place.append(publication, self._latest)
         if latest is None:
             return False
-        self._latest, self._number = latest, number
+        self._latest = latest
+        self._number = number
         if full:
             self._next_full = time.monotonic() + self._full_every_s
         return True
@@ -579,8 +598,8 @@ _writers: WeakSet[_Writer] = WeakSet()
 
 def _finish() -> None:
     """Waits until all publications are written."""
-    for running in list(_writers):
-        running.wait()
+    for writer in list(_writers):
+        writer.wait()
 
 
 # A daemon thread that runs torch while the interpreter ends would abort the process.

@@ -28,12 +28,14 @@ from torchrec_recstore_serving.publish.publications import (
     Writers,
     described,
     first_kept,
+    is_same,
     latest_after,
     latest_of,
     publication_of,
 )
 
 _PART_BYTES = 1 << 24
+_DELETED_AT_ONCE = 1024  # the number of keys that one command deletes
 _INLINE_BYTES = 1 << 16  # A delta up to this size is in its entry.
 # The keys of a publication that is never completed expire after this time.
 _UPLOAD_SECONDS = 3600
@@ -81,28 +83,26 @@ class RedisPublications:
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query))
         self._stream = query.pop("stream", "")
-        plain = urlunsplit(parts._replace(query=urlencode(query)))
-        self._public = f"{RedisStore(plain).public_url}?stream={self._stream}"
+        server_url = urlunsplit(parts._replace(query=urlencode(query)))
+        public_url = RedisStore(server_url).public_url
+        self._public = f"{public_url}?stream={self._stream}"
         if not self._stream:
-            raise ValueError(
-                f"{RedisStore(plain).public_url} names no stream: add ?stream=NAME"
-            )
+            raise ValueError(f"{public_url} names no stream: add ?stream=NAME")
         self._retry_seconds = retry_seconds
         try:
             self._client: Any = redis.Redis.from_url(
-                plain,
+                server_url,
                 retry=Retry(NoBackoff(), 0),
                 socket_timeout=_TIMEOUT_S,
                 socket_connect_timeout=_TIMEOUT_S,
             )
-        except (
-            ValueError
-        ):  # The message of the error may contain a part of the password.
+        except ValueError:
+            # The message of the error may contain a part of the password.
             raise ValueError(f"{self._public}: the url cannot be parsed") from None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._run = ""
         self._stopped = False
-        self._kept: list[str] = []
+        self._needed_keys: list[str] = []
         """The keys of the publisher's newest full export, and of the deltas after it.
         """
         self._length = 0
@@ -112,7 +112,7 @@ class RedisPublications:
         """See :meth:`Publications.claim`."""
         self._run = run
         self._folder = tempfile.TemporaryDirectory(prefix="recstore-publish-")
-        memory: dict[str, Any] = self._call(lambda: self._client.info("memory"))
+        memory = self._call(lambda: self._client.info("memory"))
         policy = str(memory.get("maxmemory_policy", ""))
         if int(memory.get("maxmemory", 0)) and policy != "noeviction":
             raise ValueError(
@@ -127,10 +127,13 @@ class RedisPublications:
         assert self._folder is not None
         return Path(self._folder.name, f"{number}.{kind}")
 
-    def append(self, publication: Publication, before: Latest | None) -> Latest | None:
+    def append(
+        self, publication: Publication, known_latest: Latest | None
+    ) -> Latest | None:
         """See :meth:`Publications.append`."""
         number = publication.number
-        after = latest_after(publication, before)
+        latest = latest_after(publication, known_latest)
+        description = described(latest, self._signing)
         fields: dict[str, Any] = {
             "publication": described(publication, self._signing),
             "parts": 0,
@@ -152,60 +155,52 @@ class RedisPublications:
                 return False
             pipeline.multi()
             pipeline.xadd(self._stream, fields, id=f"{number}-0")
-            pipeline.set(self._key("latest"), described(after, self._signing))
+            pipeline.set(self._key("latest"), description)
             for key in keys:
                 pipeline.persist(key)
                 pipeline.zadd(self._key("keys"), {key: number})
             return True
 
-        done = self._call(
-            lambda: self._transaction(commit, before, described(after, self._signing))
+        committed = self._call(
+            lambda: self._transaction(commit, known_latest, description)
         )
         for kind in (*FULL, "delta"):
             self.path_of(number, kind).unlink(missing_ok=True)
-        if done:
-            self._length += 1
-            self._kept += keys
-        if done and publication.full:
-            self._call(lambda: self._trim(after))
-            self._kept, self._length = (
-                keys,
-                self._call(lambda: int(self._client.xlen(self._stream))),
-            )
-        return after if done else None
+        if not committed:
+            return None
+        self._length += 1
+        self._needed_keys += keys
+        if publication.full:
+            self._call(lambda: self._trim(latest))
+            self._needed_keys = keys
+            self._length = self._call(lambda: int(self._client.xlen(self._stream)))
+        return latest
 
     def confirm(self, latest: Latest) -> bool:
         """See :meth:`Publications.confirm`."""
+        description = described(latest, self._signing)
 
         def commit(pipeline: Any) -> bool:
             if not self._is_whole(pipeline):
                 return False
             pipeline.multi()
-            pipeline.set(self._key("latest"), described(latest, self._signing))
+            pipeline.set(self._key("latest"), description)
             return True
 
-        return self._call(
-            lambda: self._transaction(commit, latest, described(latest, self._signing))
-        )
+        return self._call(lambda: self._transaction(commit, latest, description))
 
     def latest(self) -> Latest | None:
         """See :meth:`Publications.latest`."""
-        text = self._once(lambda: self._client.get(self._key("latest")))
-        required = None if self._run else self._signing
-        return (
-            None
-            if text is None
-            else latest_of(text, f"{self}, {self._key('latest')}", required)
-        )
+        text = self._call_once(lambda: self._client.get(self._key("latest")))
+        if text is None:
+            return None
+        required_key = None if self._run else self._signing
+        return latest_of(text, f"{self}, {self._key('latest')}", required_key)
 
     def publication(self, number: int) -> Publication:
         """See :meth:`Publications.publication`."""
-        return publication_of(
-            self._entry(number)[b"publication"],
-            number,
-            f"{self}, {number}-0",
-            self._signing,
-        )
+        text = self._entry(number)[b"publication"]
+        return publication_of(text, number, f"{self}, {number}-0", self._signing)
 
     def fetch(self, number: int, kind: Kind, folder: Path) -> Path:
         """See :meth:`Publications.fetch`."""
@@ -218,13 +213,10 @@ class RedisPublications:
         with whole_file(path) as beside, beside.open("wb") as file:
             while True:
                 # The last part is shorter than the others, and may be empty.
-                data = self._once(
-                    partial(self._client.get, self._key(number, kind, part))
-                )
+                key = self._key(number, kind, part)
+                data = self._call_once(partial(self._client.get, key))
                 if data is None:
-                    raise FileNotFoundError(
-                        f"{self} has no {self._key(number, kind, part)}"
-                    )
+                    raise FileNotFoundError(f"{self} has no {key}")
                 file.write(data)
                 part += 1
                 if len(data) < _PART_BYTES:
@@ -237,7 +229,7 @@ class RedisPublications:
     def wait(self, number: int, seconds: float) -> None:
         """See :meth:`Publications.wait`."""
         milliseconds = max(1, int(1000 * min(seconds, _BLOCK_S)))
-        self._once(
+        self._call_once(
             lambda: self._client.xread(
                 {self._stream: f"{number}-0"}, count=1, block=milliseconds
             )
@@ -245,13 +237,13 @@ class RedisPublications:
 
     def writers(self) -> Writers:
         """See :meth:`Publications.writers`."""
-        known = self._client.connection_pool.connection_kwargs
-        if known.get("password") or known.get("ssl_certfile"):
+        connection = self._client.connection_pool.connection_kwargs
+        if connection.get("password") or connection.get("ssl_certfile"):
             return Writers(
                 f"everyone who may write to {self}, which is asked with credentials"
             )
         trusted = f"everyone who reaches {self}, which is asked without a password"
-        if "path" in known or is_loopback(known.get("host", "localhost")):
+        if "path" in connection or is_loopback(connection.get("host", "localhost")):
             return Writers(
                 trusted,
                 f"every user of this machine may write to {self}: set a password",
@@ -280,7 +272,7 @@ class RedisPublications:
         return ":".join([self._stream, *map(str, parts)])
 
     def _entry(self, number: int) -> dict[bytes, bytes]:
-        entries = self._once(
+        entries = self._call_once(
             lambda: self._client.xrange(self._stream, f"{number}-0", f"{number}-0")
         )
         if not entries:
@@ -303,11 +295,16 @@ class RedisPublications:
 
     def _is_whole(self, pipeline: Any) -> bool:
         """Returns whether nobody else has deleted what followers need."""
-        there = not self._kept or pipeline.exists(*self._kept) == len(self._kept)
-        return bool(there and pipeline.xlen(self._stream) == self._length)
+        keys = self._needed_keys
+        if keys and pipeline.exists(*keys) != len(keys):
+            return False
+        return bool(pipeline.xlen(self._stream) == self._length)
 
     def _transaction(
-        self, commit: Callable[[Any], bool], before: Latest | None, after: str
+        self,
+        commit: Callable[[Any], bool],
+        known_latest: Latest | None,
+        description: str,
     ) -> bool:
         """Runs a transaction on condition that the newest publication is the one that
         this publisher knows.
@@ -318,12 +315,11 @@ class RedisPublications:
         with self._client.pipeline() as pipeline:
             pipeline.watch(self._key("latest"))
             text = pipeline.get(self._key("latest"))
-            if text is not None and text.decode() == after:
+            if text is not None and text.decode() == description:
                 return True  # It was committed before, and the answer was lost.
-            found = None if text is None else latest_of(text, self)
-            known = None if before is None else (before.number, before.run)
-            if known != (None if found is None else (found.number, found.run)):
-                if found is not None and found.run != self._run:
+            latest = None if text is None else latest_of(text, self)
+            if not is_same(latest, known_latest):
+                if latest is not None and latest.run != self._run:
                     raise BlockingIOError(
                         f"{self} cannot be published to: another publisher has begun to"
                         " publish to it"
@@ -337,18 +333,18 @@ class RedisPublications:
     def _trim(self, latest: Latest) -> None:
         """Deletes the entries and keys of publications that no follower needs."""
         names = self._key("keys")
-        old = self._client.zrangebyscore(names, "-inf", first_kept(latest, "full"))
+        older_full = latest.fulls[0]
+        keys = self._client.zrangebyscore(names, "-inf", first_kept(latest, "full"))
         # The older full export stays, and the delta that leads to it leaves with the
         # entries before it.
-        older = tuple(f"{self._key(latest.fulls[0], kind)}:".encode() for kind in FULL)
-        old = [key for key in old if not key.startswith(older)]
-        for begin in range(0, len(old), 1024):
-            some = old[begin : begin + 1024]
-            self._client.unlink(*some)
-            self._client.zrem(names, *some)
-        self._client.xtrim(
-            self._stream, minid=f"{latest.fulls[0]}-0", approximate=False
-        )
+        prefixes = [f"{self._key(older_full, kind)}:" for kind in FULL]
+        stays = tuple(prefix.encode() for prefix in prefixes)
+        old_keys = [key for key in keys if not key.startswith(stays)]
+        for begin in range(0, len(old_keys), _DELETED_AT_ONCE):
+            piece = old_keys[begin : begin + _DELETED_AT_ONCE]
+            self._client.unlink(*piece)
+            self._client.zrem(names, *piece)
+        self._client.xtrim(self._stream, minid=f"{older_full}-0", approximate=False)
 
     def _call(self, action: Callable[[], _Result]) -> _Result:
         """Calls ``action``.
@@ -369,7 +365,7 @@ class RedisPublications:
             except redis.RedisError as error:
                 raise OSError(f"{self} has failed: {error}") from error
 
-    def _once(self, action: Callable[[], _Result]) -> _Result:
+    def _call_once(self, action: Callable[[], _Result]) -> _Result:
         """Calls ``action`` once."""
         if self._stopped:
             raise ConnectionError(f"{self} is closed")

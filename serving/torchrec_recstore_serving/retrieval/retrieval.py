@@ -387,7 +387,7 @@ class Retrieval:
                 clusters=self.clusters,
                 min_recall=self.min_recall,
                 queries=self._queries,
-                before=self._index,
+                previous=self._index,
             )
         with self._readers.writing():
             self._index = index

@@ -6,6 +6,7 @@ Tests: tests/serving/retrieval/test_retrieval.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -34,18 +35,20 @@ def faiss() -> Any:
     return faiss
 
 
-def recall(found: Tensor, exact: Tensor) -> float:
+def recall(ids: Tensor, exact_ids: Tensor) -> float:
     """Returns the mean share of the ids of an exact search that another search has
     found.
 
     Args:
-        found: (Q, k) int64. The ids that the search has found, without duplicates in a
+        ids: (Q, k) int64. The ids that the search has found, without duplicates in a
             row.
-        exact: (Q, k) int64. The ids of the exact search.
+        exact_ids: (Q, k) int64. The ids of the exact search.
     """
-    if exact.numel() == 0:
+    if exact_ids.numel() == 0:
         return 1.0
-    return float((found.unsqueeze(2) == exact.unsqueeze(1)).any(1).float().mean())
+    equal = ids.unsqueeze(2) == exact_ids.unsqueeze(1)
+    is_found = equal.any(1)
+    return float(is_found.float().mean())
 
 
 class VectorIndex:
@@ -91,7 +94,7 @@ class VectorIndex:
         clusters: int,
         min_recall: float,
         queries: Tensor | None,
-        before: VectorIndex | None,
+        previous: VectorIndex | None,
     ) -> VectorIndex:
         """Makes an index. See :class:`Retrieval`.
 
@@ -102,7 +105,7 @@ class VectorIndex:
             clusters: The number of clusters.
             min_recall: The least recall.
             queries: (Q, D) float32. The queries.
-            before: The index whose clusters are used, unless it is worn. None: there is
+            previous: The index whose clusters are used, unless it is worn. None: there is
                 none.
         """
         library = faiss()
@@ -115,11 +118,11 @@ class VectorIndex:
             centers = library.IndexFlatL2(dim)
             faiss_metric = library.METRIC_L2
         if (
-            before is not None
-            and before.dim == dim
-            and not before.is_worn(clusters, len(ids))
+            previous is not None
+            and previous.dim == dim
+            and not previous.is_worn(clusters, len(ids))
         ):
-            centers.add(before.index.quantizer.reconstruct_n(0, before.index.nlist))
+            centers.add(previous.index.quantizer.reconstruct_n(0, previous.index.nlist))
         elif cluster_count == 1:
             centers.add(np.zeros((1, dim), np.float32))
         is_new = not centers.ntotal
@@ -135,10 +138,10 @@ class VectorIndex:
         order = torch.randperm(len(vectors), generator=vector_index._random)
         vector_index._sample = vectors[order[:QUERIES]]
         vector_index.measure()
-        if is_new or before is None:
+        if is_new or previous is None:
             vector_index.probes_of_new = int(index.nprobe)
         else:
-            vector_index.probes_of_new = before.probes_of_new
+            vector_index.probes_of_new = previous.probes_of_new
         return vector_index
 
     def __len__(self) -> int:
@@ -177,7 +180,7 @@ class VectorIndex:
         in the index.
         """
         sample_size = len(self._sample)
-        share = -(-sample_size * len(vectors) // max(1, len(self)))
+        share = math.ceil(sample_size * len(vectors) / max(1, len(self)))
         count = min(sample_size, len(vectors), share)
         places = torch.randperm(sample_size, generator=self._random)[:count]
         chosen = torch.randperm(len(vectors), generator=self._random)[:count]
@@ -207,9 +210,9 @@ class VectorIndex:
                 recall needs.
         """
         parameters = faiss().SearchParametersIVF(nprobe=probes or self.index.nprobe)
-        found = self.index.search(queries.numpy(), k, params=parameters)
-        scores = torch.from_numpy(found[0])
-        ids = torch.from_numpy(found[1])
+        results = self.index.search(queries.numpy(), k, params=parameters)
+        scores = torch.from_numpy(results[0])
+        ids = torch.from_numpy(results[1])
         by_product = self.index.metric_type == faiss().METRIC_INNER_PRODUCT
         worst = -torch.inf if by_product else torch.inf
         scores = scores.masked_fill(ids == -1, worst)
@@ -219,7 +222,8 @@ class VectorIndex:
         distances = (queries - self._minus_one).square().sum(1)
         scores_of_minus_one = products if by_product else distances
         all_scores = torch.cat([scores, scores_of_minus_one.unsqueeze(1)], 1)
-        all_ids = torch.cat([ids, torch.full((len(ids), 1), -1)], 1)
+        minus_ones = torch.full((len(ids), 1), -1)
+        all_ids = torch.cat([ids, minus_ones], 1)
         scores, places = all_scores.topk(k, dim=1, largest=by_product)
         return scores, all_ids.gather(1, places)
 

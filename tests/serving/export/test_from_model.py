@@ -590,7 +590,7 @@ class Unannotated(nn.Module):
 
 def test_a_forward_without_types_is_named(tmp_path: Path) -> None:
     says = (
-        r"^Unannotated.forward \(.*test_export.py:\d+\) has no type for features, .*"
+        r"^Unannotated.forward \(.*test_from_model.py:\d+\) has no type for features, .*"
         r" features: KeyedJaggedTensor\n"
     )
     with pytest.raises(ValueError, match=says):
