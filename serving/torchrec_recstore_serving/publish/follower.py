@@ -319,6 +319,7 @@ class Follower:
         """
         if self._thread is None:
             _started.add(self)
+            _start_closer()
             self._thread = threading.Thread(
                 target=self._run, args=(every_s,), name="follower", daemon=True
             )
@@ -628,16 +629,30 @@ def _wait_for_model(
 
 
 _started: WeakSet[Follower] = WeakSet()
+_closer: threading.Thread | None = None
 
 
-def _finish() -> None:
-    """Stops the threads of all followers."""
+def _start_closer() -> None:
+    """Starts the thread that closes all followers at the end of the program, unless it
+    runs.
+
+    A daemon thread that runs torch while the interpreter ends would abort the process.
+    The interpreter waits for the closer, which is no daemon, before it ends.
+    """
+    global _closer
+    if _closer is None or not _closer.is_alive():
+        _closer = threading.Thread(
+            target=_close_at_end, name="followers-end", daemon=False
+        )
+        _closer.start()
+
+
+def _close_at_end() -> None:
+    """Waits until the main thread has ended, and stops the threads of all followers."""
+    threading.main_thread().join()
     for follower in list(_started):
         follower.close()
 
 
-# A daemon thread that runs torch while the interpreter ends would abort the process.
-# See checkpoint/save.py for why atexit would be too late. _register_atexit is private;
-# checked on Python 3.11, 3.12 and 3.13.
-threading._register_atexit(_finish)  # type: ignore[attr-defined]
+# The threads of followers are not in a process that was forked.
 os.register_at_fork(after_in_child=_started.clear)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import threading
 import time
@@ -11,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -461,9 +459,13 @@ class _Writer:
     def begin(self, reading: _Reading, moment: float) -> None:
         """Begins to write a publication. The writer must not be busy."""
         self.needs_whole = False
-        _writers.add(self)
+        # The interpreter waits for threads that are no daemons before it ends. A daemon
+        # that runs torch meanwhile would abort the process.
         self._thread = threading.Thread(
-            target=self._run_once, args=(reading, moment), name="publisher", daemon=True
+            target=self._run_once,
+            args=(reading, moment),
+            name="publisher",
+            daemon=False,
         )
         self._thread.start()
 
@@ -591,19 +593,3 @@ class _Writer:
         if full:
             self._next_full = time.monotonic() + self._full_every_s
         return True
-
-
-_writers: WeakSet[_Writer] = WeakSet()
-
-
-def _finish() -> None:
-    """Waits until all publications are written."""
-    for writer in list(_writers):
-        writer.wait()
-
-
-# A daemon thread that runs torch while the interpreter ends would abort the process.
-# See checkpoint/save.py for why atexit would be too late. _register_atexit is private;
-# checked on Python 3.11, 3.12 and 3.13.
-threading._register_atexit(_finish)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_writers.clear)
