@@ -14,7 +14,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 @torch.fx.wrap
 def checked_features(
-    features: KeyedJaggedTensor, names: list[str], weighted: bool, pooled: bool
+    features: KeyedJaggedTensor,
+    names: list[str],
+    weighted: bool,
+    pooled: bool,
 ) -> KeyedJaggedTensor:
     """Returns a batch, after checking that an exported collection can look it up.
 

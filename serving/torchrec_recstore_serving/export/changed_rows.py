@@ -107,7 +107,9 @@ def changed_since(
 
 
 def _of_shards(
-    shards: Iterable[Table], version: str, marks: dict[Table, int]
+    shards: Iterable[Table],
+    version: str,
+    marks: dict[Table, int],
 ) -> list[ChangedRows] | None:
     """Reads the changed rows of each shard.
 

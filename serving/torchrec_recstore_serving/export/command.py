@@ -139,7 +139,12 @@ def export(
         for name in tables or ():
             if (tables or []).count(name) > 1:
                 raise ValueError(f"--table {name} is named twice")
-        form = _Form(tables, dtype or "int8", index or "sorted", rows or "memory")
+        form = _Form(
+            tables=tables,
+            dtype=dtype or "int8",
+            index=index or "sorted",
+            rows=rows or "memory",
+        )
         info = _export(checkpoint, output, form, delta_of, min_frequency, top_rows, key)
     if as_json:
         print_json(_as_json(info))

@@ -64,10 +64,8 @@ from torchrec_recstore_serving.export.scriptable_modules import (
     served_collection,
 )
 from torchrec_recstore_serving.export.selection import (
-    check_counted,
-    check_counts,
+    Selection,
     missing_row,
-    selected,
     whole_table,
 )
 from torchrec_recstore_serving.export.tables_on_servers import (
@@ -180,8 +178,7 @@ class Conversion:
 
     Args:
         dtype: The data type of the rows.
-        min_frequency: The minimum frequency of an exported row.
-        top_rows: The maximum number of exported rows of each table. None: no limit.
+        selection: Which rows are exported.
         marks: The change mark of each shard whose rows are read is added to it.
         on_servers: The tables whose rows stay on servers, by collection and name.
         reads_rows: Whether the rows of RecStore tables are read. Without them, these
@@ -191,15 +188,14 @@ class Conversion:
     def __init__(
         self,
         dtype: torch.dtype,
-        min_frequency: int,
-        top_rows: int | None,
+        selection: Selection,
         marks: dict[Table, int],
         on_servers: Mapping[tuple[nn.Module, str], TableOnServers],
         reads_rows: bool = True,
     ) -> None:
         self._dtype = dtype
-        self._min_frequency = min_frequency
-        self._top_rows = top_rows
+        self._row_format = FORMATS[dtype]
+        self._selection = selection
         self._marks = marks
         self._on_servers = on_servers
         self._reads_rows = reads_rows
@@ -211,7 +207,10 @@ class Conversion:
         """The tables whose ids without a row read as initial rows in the model."""
 
     def model(
-        self, model: nn.Module, replaced: list[nn.Module], env: ShardingEnv
+        self,
+        model: nn.Module,
+        replaced: list[nn.Module],
+        env: ShardingEnv,
     ) -> nn.Module:
         """Returns a copy of a model in evaluation mode, with static modules in the
         place of ``replaced``.
@@ -264,7 +263,7 @@ class Conversion:
         for number, (config, _) in enumerate(static.tables()):
             if config.name in remote_tables:
                 tables[number] = ServerTable(
-                    config.name, FORMATS[self._dtype], remote_tables[config.name]
+                    config.name, self._row_format, remote_tables[config.name]
                 )
         for name, table in remote_tables.items():
             if not table.zeros:
@@ -278,8 +277,8 @@ class Conversion:
         if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag):
             ids, rows = self._rows_of_single(module)
             if isinstance(module, RecStoreEmbedding):
-                return StaticEmbedding(module, ids, rows, FORMATS[self._dtype])
-            return StaticEmbeddingBag(module, ids, rows, FORMATS[self._dtype])
+                return StaticEmbedding(module, ids, rows, self._row_format)
+            return StaticEmbeddingBag(module, ids, rows, self._row_format)
         tables = self._tables(module)
         if isinstance(module, ShardedEmbeddingBagCollection):
             weighted = is_weighted(module)
@@ -315,7 +314,7 @@ class Conversion:
             else:
                 ids, weight = self._rows_of_table(module, number, config)
                 table = StaticTable(config, ids, weight)
-            check_range(config.name, table.weight, FORMATS[self._dtype])
+            check_range(config.name, table.weight, self._row_format)
             tables.append(table)
         return tables
 
@@ -357,7 +356,10 @@ class Conversion:
         return {**gathered(sharded, sharding_env(module)), **plain}
 
     def _rows_of_table(
-        self, module: nn.Module, number: int, config: BaseEmbeddingConfig
+        self,
+        module: nn.Module,
+        number: int,
+        config: BaseEmbeddingConfig,
     ) -> tuple[Tensor, Tensor]:
         """Returns the ids and the rows of the table with a number in a collection."""
         env: ShardingEnv | None = None
@@ -375,13 +377,19 @@ class Conversion:
             shards = [table_module.table]
             options = table_module.table.options
         missing = self._missing_row(
-            config.name,
-            initializer_of(config, options),
-            options,
-            config.embedding_dim,
-            ROW_DTYPES[config.data_type],
+            name=config.name,
+            initializer=initializer_of(config, options),
+            options=options,
+            dim=config.embedding_dim,
+            dtype=ROW_DTYPES[config.data_type],
         )
-        table = UnreadTable(config.name, module, f"tables.{number}", shards, env)
+        table = UnreadTable(
+            name=config.name,
+            module=module,
+            path=f"tables.{number}",
+            shards=shards,
+            env=env,
+        )
         # TorchRec's modules quantise the rows.
         return self._rows(table, missing, "float32")
 
@@ -389,14 +397,20 @@ class Conversion:
         """Returns the ids and the rows of a module of one table."""
         table = module.table
         missing = self._missing_row(
-            table.name,
-            default_initializer(table.options),
-            table.options,
-            table.dim,
-            table.dtype,
+            name=table.name,
+            initializer=default_initializer(table.options),
+            options=table.options,
+            dim=table.dim,
+            dtype=table.dtype,
         )
-        unread = UnreadTable(table.name, module, "table", [table], None)
-        return self._rows(unread, missing, FORMATS[self._dtype])
+        unread = UnreadTable(
+            name=table.name,
+            module=module,
+            path="table",
+            shards=[table],
+            env=None,
+        )
+        return self._rows(unread, missing, self._row_format)
 
     def _missing_row(
         self,
@@ -407,14 +421,17 @@ class Conversion:
         dtype: torch.dtype,
     ) -> Tensor:
         """Returns the row for ids without a row: (dim,) float32."""
-        check_counts(name, options, self._min_frequency, self._top_rows)
+        self._selection.check_counts(name, options)
         missing, exact = missing_row(initializer, options, dim, dtype)
         if not exact:
             self.initial_rows.append(name)
         return missing
 
     def _rows(
-        self, unread: UnreadTable, missing: Tensor, row_format: str
+        self,
+        unread: UnreadTable,
+        missing: Tensor,
+        row_format: str,
     ) -> tuple[Tensor, Tensor]:
         """Returns the ids, and the rows in the row format after a first row for ids
         without a row.
@@ -425,12 +442,15 @@ class Conversion:
             no_ids = torch.empty(0, dtype=torch.int64)
             return no_ids, packed(name, missing[None], row_format)
         table = whole_table(
-            name, unread.shards, missing, unread.env, row_format, self._marks
+            name,
+            unread.shards,
+            missing,
+            unread.env,
+            row_format,
+            self._marks,
         )
-        check_counted(
-            name, len(table.ids), table.steps, self._min_frequency, self._top_rows
-        )
-        positions = selected(table.frequency, self._min_frequency, self._top_rows)
+        self._selection.check_counted(name, len(table.ids), table.steps)
+        positions = self._selection.positions(table.frequency)
         if len(positions) == len(table.ids):
             return table.ids, table.rows
         row_positions = F.pad(positions + 1, [1, 0])  # row 0 stays the first one

@@ -187,7 +187,13 @@ def write_delta(
         tensors[f"dense/{name}"] = tensor
     base_version = base.recstore_version()
     version = _version_after(tensors, served, base)
-    write_tensors(tensors, base_version, version, path, key)
+    write_tensors(
+        tensors,
+        base=base_version,
+        version=version,
+        path=path,
+        key=key,
+    )
     return DeltaInfo(
         path=path,
         bytes=path.stat().st_size,
@@ -199,7 +205,9 @@ def write_delta(
 
 
 def _version_after(
-    delta: dict[str, Tensor], served: nn.Module, base: torch.jit.ScriptModule
+    delta: dict[str, Tensor],
+    served: nn.Module,
+    base: torch.jit.ScriptModule,
 ) -> str:
     """Returns the version of a model after a delta from ``base`` to it.
 
@@ -211,7 +219,8 @@ def _version_after(
 
 
 def _changed_dense_tensors(
-    served: nn.Module, base: torch.jit.ScriptModule
+    served: nn.Module,
+    base: torch.jit.ScriptModule,
 ) -> dict[str, Tensor]:
     """Returns the tensors outside the tables whose bits differ from those of ``base``,
     by name.
@@ -308,7 +317,9 @@ def _change(table: ServedTable, base: torch.jit.ScriptModule) -> _Change:
 
 
 def _known_change(
-    table: ServedTable, changed: ChangedRows, base: torch.jit.ScriptModule
+    table: ServedTable,
+    changed: ChangedRows,
+    base: torch.jit.ScriptModule,
 ) -> _Change:
     """Compares the rows that may have changed with those of ``base``.
 
@@ -366,7 +377,11 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def write_tensors(
-    tensors: Mapping[str, Tensor], base: str, version: str, path: Path, key: Key | None
+    tensors: Mapping[str, Tensor],
+    base: str,
+    version: str,
+    path: Path,
+    key: Key | None,
 ) -> None:
     """Writes the file of a delta from one version of a model to another, completely or
     not at all.

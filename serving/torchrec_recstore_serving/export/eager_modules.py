@@ -119,7 +119,11 @@ class ExactEmbeddingBag(nn.EmbeddingBag):
         """
         assert offsets is not None
         return pooled_in_order(
-            self.weight, input, offsets, per_sample_weights, self.mode == "mean"
+            self.weight,
+            input,
+            offsets,
+            per_sample_weights,
+            self.mode == "mean",
         )
 
 
@@ -256,7 +260,10 @@ class StaticEmbeddingBagCollection(_StaticCollection):
     """
 
     def __init__(
-        self, tables: Sequence[StaticTable], weighted: bool, dtype: torch.dtype
+        self,
+        tables: Sequence[StaticTable],
+        weighted: bool,
+        dtype: torch.dtype,
     ) -> None:
         configs = _inner_configs(tables)
         collection = EmbeddingBagCollection(
@@ -273,9 +280,9 @@ class StaticEmbeddingBagCollection(_StaticCollection):
         set_device(collection, torch.device("cpu"))
         super().__init__(
             tables,
-            _quantized(collection, QuantEmbeddingBagCollection, dtype),
-            weighted,
-            True,
+            collection=_quantized(collection, QuantEmbeddingBagCollection, dtype),
+            weighted=weighted,
+            pooled=True,
         )
         dims: list[int] = []
         for config in configs:
@@ -309,7 +316,10 @@ class StaticEmbeddingCollection(_StaticCollection):
     """
 
     def __init__(
-        self, tables: Sequence[StaticTable], need_indices: bool, dtype: torch.dtype
+        self,
+        tables: Sequence[StaticTable],
+        need_indices: bool,
+        dtype: torch.dtype,
     ) -> None:
         configs = _inner_configs(tables)
         collection = EmbeddingCollection(configs, device=torch.device("meta"))
@@ -320,9 +330,9 @@ class StaticEmbeddingCollection(_StaticCollection):
         set_device(collection, torch.device("cpu"))
         super().__init__(
             tables,
-            _quantized(collection, QuantEmbeddingCollection, dtype),
-            False,
-            False,
+            collection=_quantized(collection, QuantEmbeddingCollection, dtype),
+            weighted=False,
+            pooled=False,
         )
         self._need_indices = need_indices
 
@@ -335,7 +345,11 @@ class StaticEmbeddingCollection(_StaticCollection):
         """
         rows = self.collection(self._rows_of(features))
         return _with_lengths(
-            features, rows, self._names, self._keys, self._need_indices
+            features,
+            rows,
+            self._names,
+            self._keys,
+            self._need_indices,
         )
 
     def need_indices(self) -> bool:
@@ -481,7 +495,9 @@ def _inner_configs(tables: Sequence[StaticTable]) -> list[BaseEmbeddingConfig]:
 
 
 def _quantized(
-    collection: nn.Module, kind: type[nn.Module], dtype: torch.dtype
+    collection: nn.Module,
+    kind: type[nn.Module],
+    dtype: torch.dtype,
 ) -> nn.Module:
     if dtype == torch.float32:
         return collection
@@ -530,11 +546,19 @@ class StaticEmbedding(nn.Module):
     """
 
     def __init__(
-        self, module: RecStoreEmbedding, ids: Tensor, rows: Tensor, row_format: str
+        self,
+        module: RecStoreEmbedding,
+        ids: Tensor,
+        rows: Tensor,
+        row_format: str,
     ) -> None:
         super().__init__()
         self.table = served_table(
-            module.table.name, module.embedding_dim, row_format, ids, rows
+            name=module.table.name,
+            dim=module.embedding_dim,
+            row_format=row_format,
+            ids=ids,
+            rows=rows,
         )
         self._has_padding = module.padding_idx is not None
         self._padding = module.padding_idx or 0
@@ -571,11 +595,19 @@ class StaticEmbeddingBag(nn.Module):
     """
 
     def __init__(
-        self, module: RecStoreEmbeddingBag, ids: Tensor, rows: Tensor, row_format: str
+        self,
+        module: RecStoreEmbeddingBag,
+        ids: Tensor,
+        rows: Tensor,
+        row_format: str,
     ) -> None:
         super().__init__()
         self.table = served_table(
-            module.table.name, module.embedding_dim, row_format, ids, rows
+            name=module.table.name,
+            dim=module.embedding_dim,
+            row_format=row_format,
+            ids=ids,
+            rows=rows,
         )
         self._has_padding = module.padding_idx is not None
         self._padding = module.padding_idx or 0

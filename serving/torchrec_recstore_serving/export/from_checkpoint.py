@@ -28,12 +28,9 @@ from torchrec_recstore_serving.export.model_table import ModelTable
 from torchrec_recstore_serving.export.opening import dtype_of, open_base
 from torchrec_recstore_serving.export.row_formats import check_dim, check_dtype, packed
 from torchrec_recstore_serving.export.selection import (
+    Selection,
     aged,
-    check_counted,
-    check_counts,
-    check_selection,
     missing_row,
-    selected,
     warn_of_initial_rows,
     warn_unless_finite,
 )
@@ -153,7 +150,12 @@ def export_checkpoint(
         )
     signing = key_at(key)
     served, left_out = _served(
-        checkpoint, tables, dtype, min_frequency, top_rows, advance
+        checkpoint,
+        tables,
+        dtype,
+        min_frequency,
+        top_rows,
+        advance,
     )
     if index == "hash":
         hashed(served)
@@ -169,7 +171,12 @@ def export_checkpoint(
             dtype=dtype,
             bytes=table.size_bytes(),
         )
-    return ExportInfo(output, output.stat().st_size, infos, script.recstore_version())
+    return ExportInfo(
+        path=output,
+        bytes=output.stat().st_size,
+        tables=infos,
+        version=script.recstore_version(),
+    )
 
 
 def export_checkpoint_delta(
@@ -212,7 +219,12 @@ def export_checkpoint_delta(
     check_path(output)
     names = base.recstore_tables()
     served, _ = _served(
-        checkpoint, names, dtype_of(base), min_frequency, top_rows, advance
+        checkpoint,
+        names,
+        dtype_of(base),
+        min_frequency,
+        top_rows,
+        advance,
     )
     return write_delta(served, base, output, key=signing)
 
@@ -229,7 +241,7 @@ def _served(
     that are left out.
     """
     row_format = check_dtype(dtype)
-    check_selection(min_frequency, top_rows)
+    selection = Selection(min_frequency, top_rows)
     chain = read_chain(checkpoint)
     infos = chain[-1].tables
     names = sorted(infos) if tables is None else list(tables)
@@ -243,8 +255,8 @@ def _served(
     for name in names:
         info = infos[name]
         check_dim(name, info.dim, row_format)
-        check_counts(name, info.options, min_frequency, top_rows)
-        check_counted(name, info.rows, info.steps, min_frequency, top_rows)
+        selection.check_counts(name, info.options)
+        selection.check_counted(name, info.rows, info.steps)
     check_files(chain)
     served: list[ServedTable] = []
     left_out: dict[str, int] = {}
@@ -252,16 +264,14 @@ def _served(
     for name in names:
         info = infos[name]
         missing, exact = missing_row(
-            default_initializer(info.options),
-            info.options,
-            info.dim,
-            getattr(torch, info.dtype),
+            initializer=default_initializer(info.options),
+            options=info.options,
+            dim=info.dim,
+            dtype=getattr(torch, info.dtype),
         )
         if not exact:
             with_initial_rows.append(name)
-        ids, rows = _rows(
-            chain, name, missing, row_format, min_frequency, top_rows, advance
-        )
+        ids, rows = _rows(chain, name, missing, row_format, selection, advance)
         served.append(served_table(name, info.dim, row_format, ids, rows))
         left_out[name] = info.rows - len(ids)
     warn_of_initial_rows(with_initial_rows)
@@ -275,8 +285,7 @@ def _rows(
     name: str,
     missing: Tensor,
     row_format: str,
-    min_frequency: int,
-    top_rows: int | None,
+    selection: Selection,
     advance: Callable[[int], object],
 ) -> tuple[Tensor, Tensor]:
     """Returns a table's ids, and its rows in the row format after a first row for ids
@@ -288,12 +297,12 @@ def _rows(
     info = chain[-1].tables[name]
     is_selected: Tensor | None = None
     count = info.rows
-    if min_frequency > 0 or top_rows is not None:
+    if not selection.is_everything:
         frequencies = [torch.empty(0, dtype=torch.int64)]
         for part in _parts(chain, name, advance):
             frequencies.append(_frequency(part, info))
         frequency = torch.cat(frequencies)
-        positions = selected(frequency, min_frequency, top_rows)
+        positions = selection.positions(frequency)
         is_selected = torch.zeros(len(frequency), dtype=torch.bool)
         is_selected[positions] = True
         count = len(positions)
@@ -316,7 +325,9 @@ def _rows(
 
 
 def _parts(
-    chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], object]
+    chain: Sequence[CheckpointInfo],
+    name: str,
+    advance: Callable[[int], object],
 ) -> Parts:
     """Yields the rows of a table part by part, each with all columns."""
     columns = range(chain[-1].tables[name].dim)
@@ -328,5 +339,8 @@ def _parts(
 
 def _frequency(part: Part, info: TableInfo) -> Tensor:
     return aged(
-        part.rows["frequency"], part.rows["last_step"], info.steps, info.options
+        frequency=part.rows["frequency"],
+        last_step=part.rows["last_step"],
+        steps=info.steps,
+        options=info.options,
     )

@@ -38,7 +38,7 @@ from torchrec_recstore_serving.export.row_formats import (
 )
 from torchrec_recstore_serving.export.scriptable_modules import scriptable
 from torchrec_recstore_serving.export.selection import (
-    check_selection,
+    Selection,
     warn_of_initial_rows,
     warn_unless_finite,
 )
@@ -175,8 +175,8 @@ def read_model(
     """
     with refused_together(env):
         row_format = check_dtype(dtype)
-        check_selection(min_frequency, top_rows)
-        if rows == "servers" and (min_frequency or top_rows is not None):
+        selection = Selection(min_frequency, top_rows)
+        if rows == "servers" and not selection.is_everything:
             raise ValueError(
                 'min_frequency and top_rows select exported rows, and rows="servers"'
                 " exports none"
@@ -188,7 +188,7 @@ def read_model(
         for name, dim in dims_of(replaced):
             check_dim(name, dim, row_format)
     on_servers = tables_on_servers(replaced, dtype, env) if rows == "servers" else {}
-    conversion = Conversion(dtype, min_frequency, top_rows, marks, on_servers)
+    conversion = Conversion(dtype, selection, marks, on_servers)
     exported = conversion.model(model, replaced, env)
     warn_of_initial_rows(conversion.initial_rows)
     warn_unless_finite(exported)
@@ -269,7 +269,13 @@ def export_delta(
     if changes is None:
         marks = {}
         exported = read_model(
-            model, dtype, min_frequency, top_rows, env, marks, rows=rows
+            model,
+            dtype,
+            min_frequency,
+            top_rows,
+            env,
+            marks,
+            rows=rows,
         )
     info: DeltaInfo | None = None
     with refused_together(env):
@@ -329,13 +335,24 @@ def read_changes(
         replaced = replaced_modules(model, rows)
         _check_copies(model)
     on_servers = tables_on_servers(replaced, dtype, env) if rows == "servers" else {}
-    conversion = Conversion(dtype, 0, None, marks, on_servers, reads_rows=False)
+    conversion = Conversion(
+        dtype,
+        Selection(),
+        marks,
+        on_servers,
+        reads_rows=False,
+    )
     exported = conversion.model(model, replaced, env)
     changes: dict[str, ChangedRows] = {}
     float32_rows: dict[str, Tensor] = {}
     for path, table in conversion.unread_by_path(exported).items():
         changed = changed_since(
-            table.name, table.shards, version, FORMATS[dtype], table.env, marks
+            name=table.name,
+            shards=table.shards,
+            version=version,
+            row_format=FORMATS[dtype],
+            env=table.env,
+            marks=marks,
         )
         if changed is None:
             return exported, None

@@ -33,12 +33,20 @@ class HashedTable(TableWithRows):
     """
 
     def __init__(
-        self, name: str, dim: int, row_format: str, ids: Tensor, rows: Tensor
+        self,
+        name: str,
+        dim: int,
+        row_format: str,
+        ids: Tensor,
+        rows: Tensor,
     ) -> None:
         load_library()
         super().__init__(name, dim, row_format, has_ids=True)
         self.native = torch.classes.recstore.ServedTable(
-            TYPE_NUMBERS.get(row_format, 0), dim, ids.contiguous(), rows.contiguous()
+            TYPE_NUMBERS.get(row_format, 0),
+            dim,
+            ids.contiguous(),
+            rows.contiguous(),
         )
 
     def has_rows(self, values: Tensor) -> Tensor:
@@ -50,7 +58,11 @@ class HashedTable(TableWithRows):
         return self.native.lookup(values)  # type: ignore[no-any-return]
 
     def pooled(
-        self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        mean: bool,
     ) -> Tensor:
         """See :meth:`ModelTable.pooled`."""
         return self.native.pooled(values, lengths, weights, mean)  # type: ignore[no-any-return]
@@ -103,7 +115,9 @@ class HashedTable(TableWithRows):
 
     @torch.jit.export
     def give_tensors_after(
-        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        tensors: dict[str, Tensor],
     ) -> None:
         """See :meth:`ModelTable.give_tensors_after`."""
         checksum: int = self.native.checksum()
@@ -117,7 +131,9 @@ class HashedTable(TableWithRows):
 
     @torch.jit.export
     def prepare_delta(
-        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        tensors: dict[str, Tensor],
     ) -> None:
         """Makes the rows after a delta, which :meth:`take_delta` uses, and adds their
         checksum to ``tensors``.
@@ -134,7 +150,10 @@ class HashedTable(TableWithRows):
 
     @torch.jit.export
     def take_delta(
-        self, delta: dict[str, Tensor], ids: dict[str, Tensor], rows: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        ids: dict[str, Tensor],
+        rows: dict[str, Tensor],
     ) -> None:
         """Changes the rows to those that :meth:`prepare_delta` has made.
 
@@ -215,11 +234,11 @@ def hashed(model: nn.Module) -> nn.Module:
                 continue
             if id(table) not in hashed_tables:
                 hashed_tables[id(table)] = HashedTable(
-                    table.name,
-                    table.dim,
-                    table.row_format,
-                    table.raw_ids(),
-                    table.rows,
+                    name=table.name,
+                    dim=table.dim,
+                    row_format=table.row_format,
+                    ids=table.raw_ids(),
+                    rows=table.rows,
                 )
             module._modules[name] = hashed_tables[id(table)]
     return model

@@ -50,7 +50,11 @@ class ModelTable(nn.Module):
         raise NotImplementedError
 
     def pooled(
-        self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        mean: bool,
     ) -> Tensor:
         """Pools the rows of bags of ids.
 
@@ -110,7 +114,9 @@ class ModelTable(nn.Module):
         raise NotImplementedError
 
     def give_tensors_after(
-        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        tensors: dict[str, Tensor],
     ) -> None:
         """Adds the tensors of :meth:`give_tensors` as they are after a delta.
 
@@ -131,7 +137,9 @@ class ModelTable(nn.Module):
         raise NotImplementedError
 
     def prepare_delta(
-        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        tensors: dict[str, Tensor],
     ) -> None:
         """Prepares :meth:`take_delta`, and does the same as
         :meth:`give_tensors_after`.
@@ -139,7 +147,10 @@ class ModelTable(nn.Module):
         raise NotImplementedError
 
     def take_delta(
-        self, delta: dict[str, Tensor], ids: dict[str, Tensor], rows: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        ids: dict[str, Tensor],
+        rows: dict[str, Tensor],
     ) -> None:
         """Applies a delta.
 

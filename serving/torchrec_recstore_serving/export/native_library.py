@@ -76,7 +76,11 @@ class _TracedTable:
         return values.new_empty((values.shape[0], self.dim), dtype=torch.float32)
 
     def pooled(
-        self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        mean: bool,
     ) -> Tensor:
         return values.new_empty((lengths.shape[0], self.dim), dtype=torch.float32)
 

@@ -25,7 +25,8 @@ from torchrec_recstore_serving.export.verification import (
 
 
 def open_base(
-    base: str | Path | torch.jit.ScriptModule, key: Key | None = None
+    base: str | Path | torch.jit.ScriptModule,
+    key: Key | None = None,
 ) -> torch.jit.ScriptModule:
     """Checks a served model and returns it.
 

@@ -42,7 +42,9 @@ from torchrec_recstore_serving.export.verification import (
 
 
 def served_tables(
-    model: nn.Module, *, every_path: bool = False
+    model: nn.Module,
+    *,
+    every_path: bool = False,
 ) -> Iterator[tuple[str, ModelTable]]:
     """Yields the path and the table of each served table of a model.
 
@@ -308,20 +310,31 @@ def served_collection(
     configs = []
     for config, ids in module.tables():
         row_format, rows = rows_by_name[config.name]
-        tables.append(
-            served_table(config.name, config.embedding_dim, row_format, ids, rows)
+        table = served_table(
+            name=config.name,
+            dim=config.embedding_dim,
+            row_format=row_format,
+            ids=ids,
+            rows=rows,
         )
+        tables.append(table)
         configs.append(config)
     features = [list(config.feature_names) for config in configs]
     keys_by_table = get_embedding_names_by_table(configs)
     if isinstance(module, StaticEmbeddingCollection):
         return ServedEmbeddingCollection(
-            tables, features, keys_by_table, module.need_indices()
+            tables=tables,
+            features=features,
+            keys=keys_by_table,
+            need_indices=module.need_indices(),
         )
     means = [
         config.pooling == PoolingType.MEAN for config in module.embedding_bag_configs()
     ]
-    keys = list(chain.from_iterable(keys_by_table))
     return ServedEmbeddingBagCollection(
-        tables, features, means, keys, module.is_weighted()
+        tables=tables,
+        features=features,
+        means=means,
+        keys=list(chain.from_iterable(keys_by_table)),
+        weighted=module.is_weighted(),
     )

@@ -36,7 +36,10 @@ _WEIGHT_OF_COLLECTION = re.compile(r"\bcollection\.embedding(?:_bag)?s\.(.+)\.we
 
 
 def aged(
-    frequency: Tensor, last_step: Tensor, steps: int, options: TableOptions
+    frequency: Tensor,
+    last_step: Tensor,
+    steps: int,
+    options: TableOptions,
 ) -> Tensor:
     """Returns the rows' frequencies at the present step, halved for each half-life
     since their last step.
@@ -59,15 +62,80 @@ def aged(
     return frequency >> halvings
 
 
-def check_selection(min_frequency: int, top_rows: int | None) -> None:
-    """Refuses invalid values of ``min_frequency`` and ``top_rows``.
+@dataclass(frozen=True)
+class Selection:
+    """Which rows of the RecStore tables are exported.
+
+    Args:
+        min_frequency: The minimum frequency of an exported row. Default: 0.
+        top_rows: The maximum number of exported rows of each table. The rows of the
+            highest frequency are selected, and among equal frequencies the smallest
+            ids. Default: None, no limit.
 
     Raises:
         TypeError, ValueError: A value is invalid. The message names the argument.
     """
-    _check_at_least("min_frequency", min_frequency, 0)
-    if top_rows is not None:
-        _check_at_least("top_rows", top_rows, 1)
+
+    min_frequency: int = 0
+    top_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_at_least("min_frequency", self.min_frequency, 0)
+        if self.top_rows is not None:
+            _check_at_least("top_rows", self.top_rows, 1)
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether all rows are exported, so that no frequencies are needed."""
+        return not self.min_frequency and self.top_rows is None
+
+    def check_counted(self, name: str, rows: int, steps: int) -> None:
+        """Refuses a selection by frequency if no training step has counted frequencies.
+
+        Args:
+            name: The table's name.
+            rows: The number of rows of the table.
+            steps: The number of training lookups of the table.
+
+        Raises:
+            ValueError: The rows were only loaded, inserted, or updated by id.
+        """
+        if rows and not steps and not self.is_everything:
+            raise ValueError(
+                f"table {name!r} has rows that no training step has looked up, so that"
+                " their frequencies are not known: leave out min_frequency and top_rows"
+            )
+
+    def check_counts(self, name: str, options: TableOptions) -> None:
+        """Refuses a selection by frequency of a table that has scores in the place of
+        frequencies.
+
+        Raises:
+            ValueError: ``options.eviction`` is ``Scored()``. The message has the
+                table's ``name``.
+        """
+        if isinstance(options.eviction, Scored) and not self.is_everything:
+            raise ValueError(
+                f"table {name!r} evicts by scores (eviction={options.eviction!r}), so"
+                " that the frequencies of its rows are not counted: leave out"
+                " min_frequency and top_rows"
+            )
+
+    def positions(self, frequency: Tensor) -> Tensor:
+        """Selects the rows that are exported.
+
+        Args:
+            frequency: (R,) int64. The frequencies of the rows in ascending order of
+                their ids.
+
+        Returns:
+            (N,) int64. The positions of the selected rows, in ascending order.
+        """
+        positions = (frequency >= self.min_frequency).nonzero().squeeze(1)
+        if self.top_rows is None or len(positions) <= self.top_rows:
+            return positions
+        order = frequency[positions].argsort(descending=True, stable=True)
+        return positions[order[: self.top_rows]].sort().values
 
 
 def _check_at_least(argument: str, value: int, least: int) -> None:
@@ -77,68 +145,11 @@ def _check_at_least(argument: str, value: int, least: int) -> None:
         raise ValueError(f"{argument} must be at least {least}, got {value}")
 
 
-def check_counted(
-    name: str, rows: int, steps: int, min_frequency: int, top_rows: int | None
-) -> None:
-    """Refuses a selection by frequency if no training step has counted frequencies.
-
-    Args:
-        name: The table's name.
-        rows: The number of rows of the table.
-        steps: The number of training lookups of the table.
-        min_frequency: The minimum frequency of an exported row.
-        top_rows: The maximum number of exported rows. None: no limit.
-
-    Raises:
-        ValueError: The rows were only loaded, inserted, or updated by id.
-    """
-    if rows and not steps and (min_frequency or top_rows is not None):
-        raise ValueError(
-            f"table {name!r} has rows that no training step has looked up, so that"
-            " their frequencies are not known: leave out min_frequency and top_rows"
-        )
-
-
-def check_counts(
-    name: str, options: TableOptions, min_frequency: int, top_rows: int | None
-) -> None:
-    """Refuses a selection by frequency of a table that has scores in the place of
-    frequencies.
-
-    Raises:
-        ValueError: ``options.eviction`` is ``Scored()``. The message has the table's
-            ``name``.
-    """
-    if isinstance(options.eviction, Scored) and (min_frequency or top_rows is not None):
-        raise ValueError(
-            f"table {name!r} evicts by scores (eviction={options.eviction!r}), so that"
-            " the frequencies of its rows are not counted: leave out min_frequency and"
-            " top_rows"
-        )
-
-
-def selected(frequency: Tensor, min_frequency: int, top_rows: int | None) -> Tensor:
-    """Selects the rows that are exported.
-
-    Args:
-        frequency: (R,) int64. The frequencies of the rows in ascending order of their
-            ids.
-        min_frequency: The minimum frequency of an exported row.
-        top_rows: The maximum number of exported rows. The rows of the highest frequency
-            are selected, and among equal frequencies the smallest ids. None: no limit.
-
-    Returns:
-        (N,) int64. The positions of the selected rows, in ascending order.
-    """
-    places = (frequency >= min_frequency).nonzero().squeeze(1)
-    if top_rows is None or len(places) <= top_rows:
-        return places
-    order = frequency[places].argsort(descending=True, stable=True)
-    return places[order[:top_rows]].sort().values
-
-
 def missing_row(
-    initializer: Initializer, options: TableOptions, dim: int, dtype: torch.dtype
+    initializer: Initializer,
+    options: TableOptions,
+    dim: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, bool]:
     """Returns the row that ids without a row read in the exported table.
 
@@ -177,7 +188,8 @@ def warn_of_initial_rows(names: Sequence[str]) -> None:
 
 
 def warn_unless_finite(
-    model: nn.Module, changed: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    changed: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Warns once about all tables and dense tensors of an exported model that have NaN
     or infinity.
@@ -307,11 +319,20 @@ def whole_table(
         # All column shards have the same frequencies.
         frequency[positions] = part.frequency
         del part
-    return _GatheredRows(ids, rows, frequency, steps, slice(0, len(missing)))
+    return _GatheredRows(
+        ids=ids,
+        rows=rows,
+        frequency=frequency,
+        steps=steps,
+        columns=slice(0, len(missing)),
+    )
 
 
 def _part(
-    shard: Table, missing: Tensor, row_format: str, marks: dict[Table, int]
+    shard: Table,
+    missing: Tensor,
+    row_format: str,
+    marks: dict[Table, int],
 ) -> _GatheredRows:
     """Reads the rows of one shard."""
     columns = slice(shard.columns.start, shard.columns.stop)
@@ -325,13 +346,19 @@ def _part(
         rows[:1] = first
         for begin in range(0, count, _PIECE_ROWS):
             read = snapshot.read(min(_PIECE_ROWS, count - begin))
-            part = slice(begin, begin + len(read))
-            ids[part] = read.ids
-            rows[1:][part] = packed(shard.name, read.weights, row_format)
-            frequency[part] = aged(
-                read.rows["frequency"],
-                read.rows["last_step"],
-                snapshot.steps,
-                shard.options,
+            end = begin + len(read)
+            ids[begin:end] = read.ids
+            rows[1:][begin:end] = packed(shard.name, read.weights, row_format)
+            frequency[begin:end] = aged(
+                frequency=read.rows["frequency"],
+                last_step=read.rows["last_step"],
+                steps=snapshot.steps,
+                options=shard.options,
             )
-        return _GatheredRows(ids, rows, frequency, snapshot.steps, columns)
+        return _GatheredRows(
+            ids=ids,
+            rows=rows,
+            frequency=frequency,
+            steps=snapshot.steps,
+            columns=columns,
+        )

@@ -132,7 +132,11 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 @torch.fx.wrap
 def pooled_in_order(
-    weight: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
+    weight: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    mean: bool,
 ) -> Tensor:
     """Pools bags of rows by the sum or the mean.
 
@@ -169,7 +173,10 @@ def pooled_in_order(
 
 
 def check_tensor(
-    delta: dict[str, Tensor], key: str, tensor: Tensor, known_keys: list[str]
+    delta: dict[str, Tensor],
+    key: str,
+    tensor: Tensor,
+    known_keys: list[str],
 ) -> None:
     """Refuses a delta whose tensor :func:`take_tensor` cannot copy.
 
@@ -211,7 +218,12 @@ class ServedTable(TableWithRows):
         rows: Tensor
 
     def __init__(
-        self, name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor
+        self,
+        name: str,
+        dim: int,
+        row_format: str,
+        ids: Tensor | None,
+        rows: Tensor,
     ) -> None:
         super().__init__(name, dim, row_format, has_ids=ids is not None)
         self.register_buffer("ids", id_buffer(ids))
@@ -232,12 +244,20 @@ class ServedTable(TableWithRows):
         return F.embedding(self.row_numbers(values), self.rows)
 
     def pooled(
-        self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        mean: bool,
     ) -> Tensor:
         """See :meth:`ModelTable.pooled`."""
         check_lengths(values, integers(lengths, "lengths"))
         return pooled_in_order(
-            self.rows, self.row_numbers(values), offsets_of(lengths), weights, mean
+            self.rows,
+            self.row_numbers(values),
+            offsets_of(lengths),
+            weights,
+            mean,
         )
 
     @torch.jit.export
@@ -279,14 +299,18 @@ class ServedTable(TableWithRows):
 
     @torch.jit.export
     def give_tensors_after(
-        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        tensors: dict[str, Tensor],
     ) -> None:
         """See :meth:`ModelTable.give_tensors_after`."""
         self.prepare_delta(delta, tensors)
 
     @torch.jit.export
     def prepare_delta(
-        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        tensors: dict[str, Tensor],
     ) -> None:
         """See :meth:`ModelTable.prepare_delta`.
 
@@ -301,7 +325,10 @@ class ServedTable(TableWithRows):
 
     @torch.jit.export
     def take_delta(
-        self, delta: dict[str, Tensor], ids: dict[str, Tensor], rows: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        ids: dict[str, Tensor],
+        rows: dict[str, Tensor],
     ) -> None:
         """See :meth:`ModelTable.take_delta`."""
         if self.name + "/ids" not in delta:
@@ -344,7 +371,12 @@ class ServedQuantTable(ServedTable):
     """
 
     def __init__(
-        self, name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor
+        self,
+        name: str,
+        dim: int,
+        row_format: str,
+        ids: Tensor | None,
+        rows: Tensor,
     ) -> None:
         super().__init__(name, dim, row_format, ids, rows)
         self._type_number = TYPE_NUMBERS[row_format]
@@ -356,7 +388,11 @@ class ServedQuantTable(ServedTable):
         return self._read(values, offsets, None, no_pooling)
 
     def pooled(
-        self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        mean: bool,
     ) -> Tensor:
         """See :meth:`ModelTable.pooled`."""
         check_lengths(values, integers(lengths, "lengths"))
@@ -364,7 +400,11 @@ class ServedQuantTable(ServedTable):
         return self._read(values, offsets_of(lengths), weights, pooling)
 
     def _read(
-        self, values: Tensor, offsets: Tensor, weights: Tensor | None, pooling: int
+        self,
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        pooling: int,
     ) -> Tensor:
         # The greatest dim of the tables of each row format, of which there is one.
         dims = [0, 0, 0, 0]
@@ -394,7 +434,11 @@ class ServedQuantTable(ServedTable):
 
 
 def served_table(
-    name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor
+    name: str,
+    dim: int,
+    row_format: str,
+    ids: Tensor | None,
+    rows: Tensor,
 ) -> ServedTable:
     """Makes a table of the row format.
 

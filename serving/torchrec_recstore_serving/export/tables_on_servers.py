@@ -78,7 +78,11 @@ class ServerTable(ModelTable):
         encryption = " tls" if table.tls else ""
         self.on_servers = f"{table.name} {dtype} {table.servers}{encryption}"
         self.native = torch.classes.recstore.ServerTable(
-            table.name, table.dim, dtype, table.servers, table.tls
+            table.name,
+            table.dim,
+            dtype,
+            table.servers,
+            table.tls,
         )
 
     def has_rows(self, values: Tensor) -> Tensor:
@@ -90,7 +94,11 @@ class ServerTable(ModelTable):
         return self.native.lookup(values)  # type: ignore[no-any-return]
 
     def pooled(
-        self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        mean: bool,
     ) -> Tensor:
         """See :meth:`ModelTable.pooled`."""
         return self.native.pooled(values, lengths, weights, mean)  # type: ignore[no-any-return]
@@ -140,7 +148,9 @@ class ServerTable(ModelTable):
 
     @torch.jit.export
     def give_tensors_after(
-        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        tensors: dict[str, Tensor],
     ) -> None:
         """Adds the tensor of :meth:`give_tensors`, which no delta changes."""
         self.give_tensors(tensors)
@@ -151,14 +161,19 @@ class ServerTable(ModelTable):
 
     @torch.jit.export
     def prepare_delta(
-        self, delta: dict[str, Tensor], tensors: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        tensors: dict[str, Tensor],
     ) -> None:
         """Adds the tensor of :meth:`give_tensors`, which no delta changes."""
         self.give_tensors(tensors)
 
     @torch.jit.export
     def take_delta(
-        self, delta: dict[str, Tensor], ids: dict[str, Tensor], rows: dict[str, Tensor]
+        self,
+        delta: dict[str, Tensor],
+        ids: dict[str, Tensor],
+        rows: dict[str, Tensor],
     ) -> None:
         """Does nothing."""
 
@@ -181,7 +196,9 @@ def served_on_servers(model: nn.Module) -> dict[str, str]:
 
 
 def tables_on_servers(
-    kinds: list[nn.Module], dtype: torch.dtype, env: ShardingEnv
+    kinds: list[nn.Module],
+    dtype: torch.dtype,
+    env: ShardingEnv,
 ) -> dict[tuple[nn.Module, str], TableOnServers]:
     """Finds the tables of a trained model that are on servers. Collective.
 
@@ -255,7 +272,10 @@ def _names_on_servers(module: RecStoreCollection) -> dict[str, str]:
 
 
 def _table(
-    name: str, client: Any, dtype: torch.dtype, addresses: dict[int, str]
+    name: str,
+    client: Any,
+    dtype: torch.dtype,
+    addresses: dict[int, str],
 ) -> TableOnServers:
     """Returns a table of a client.
 

@@ -208,7 +208,9 @@ def _compiled(served: nn.Module) -> tuple[torch.jit.ScriptModule, frozenset[str]
 
 
 def _methods_of(
-    served: nn.Module, source: nn.Module, script: torch.jit.ScriptModule
+    served: nn.Module,
+    source: nn.Module,
+    script: torch.jit.ScriptModule,
 ) -> str:
     """Returns the source code of the methods of a served model.
 
@@ -309,7 +311,9 @@ def _scripted(
 
 
 def _traced(
-    served: nn.Module, *, records: bool
+    served: nn.Module,
+    *,
+    records: bool,
 ) -> tuple[torch.jit.ScriptModule, nn.Module, frozenset[str]]:
     """Compiles a model after TorchRec's tracer; see :func:`_scripted` and
     :class:`ServedTracer`.
@@ -597,7 +601,9 @@ def _methods(
 
 
 def _expanded(
-    line: str, names: dict[str, str], repeated: dict[str, list[dict[str, str]]]
+    line: str,
+    names: dict[str, str],
+    repeated: dict[str, list[dict[str, str]]],
 ) -> list[str]:
     """Returns the lines for a line of a template.
 

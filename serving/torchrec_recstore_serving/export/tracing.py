@@ -122,7 +122,9 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
         """
 
     def trace(
-        self, root: Any, concrete_args: dict[str, Any] | None = None
+        self,
+        root: Any,
+        concrete_args: dict[str, Any] | None = None,
     ) -> torch.fx.Graph:
         """Records the computation of a model. See ``torch.fx.Tracer``."""
         for path, module in root.named_modules(remove_duplicate=False):
@@ -155,7 +157,10 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(
-        self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]
+        self,
+        attr: str,
+        attr_val: Any,
+        parameter_proxy_cache: dict[str, Any],
     ) -> Any:
         """Records the use of an attribute of a module. See ``torch.fx.Tracer``."""
         if threading.get_ident() != self._thread:
@@ -171,7 +176,11 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
         return super().create_arg(a)
 
     def note_computation(
-        self, function: Any, args: Any, kwargs: Any, result: Any
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
     ) -> None:
         """Records a call whose arguments are tensors of the model, or are computed from
         these only.
@@ -216,14 +225,20 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
             return
         kind, target, positional = call
         node = self._record(
-            kind, target, self.create_arg(positional), self.create_arg(kwargs)
+            kind,
+            target,
+            self.create_arg(positional),
+            self.create_arg(kwargs),
         )
         if isinstance(result, Tensor):
             self._nodes[id(result)] = node
             return
         for number, part in enumerate(results):
             self._nodes[id(part)] = self._record(
-                "call_function", operator.getitem, (node, number), {}
+                "call_function",
+                operator.getitem,
+                (node, number),
+                {},
             )
 
     def _check_origin(self, tensor: Tensor) -> None:
@@ -253,7 +268,11 @@ class _Computations(TorchFunctionMode):
         self._tracer = tracer
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         named = kwargs or {}
         result = func(*args, **named)
@@ -291,7 +310,9 @@ def _changes_arguments(function: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _call_of(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[str, Any, tuple[Any, ...]] | None:
     """Returns the kind, the target and the arguments of the node for a call.
 

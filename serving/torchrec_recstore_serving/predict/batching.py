@@ -233,7 +233,7 @@ class Batcher:
 
         If that fails, or the result cannot be split, calls it for each request.
         """
-        seconds = self._follower.seconds_behind
+        seconds_behind = self._follower.seconds_behind
         try:
             model, publication = self._follower.served
             parts = split(call(model, merged(requests), self._jagged), requests)
@@ -243,7 +243,12 @@ class Batcher:
         else:
             if parts is not None:
                 return [
-                    Answer(part, publication.version, publication.number, seconds)
+                    Answer(
+                        outputs=part,
+                        version=publication.version,
+                        number=publication.number,
+                        seconds_behind=seconds_behind,
+                    )
                     for part in parts
                 ]
             with self._change:

@@ -147,15 +147,15 @@ def follow(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for recstore serve
     with errors_in_one_line(), missing_in_one_line():
         listening = listen_options(
-            listen,
-            tls_cert,
-            tls_key,
-            client_ca,
-            token_file,
-            metrics,
-            max_calls,
-            max_connections,
-            max_request_memory,
+            listen=listen,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            client_ca=client_ca,
+            token_file=token_file,
+            metrics=metrics,
+            max_calls=max_calls,
+            max_connections=max_connections,
+            max_request_memory=max_request_memory,
         )
         # imported here, because each command of recstore loads this module
         from torchrec_recstore_serving.predict.named_models import sources_of
@@ -187,7 +187,10 @@ class _TextOutput:
     """Prints the addresses, and whose models are loaded."""
 
     def ready(
-        self, address: str, http_address: str | None, trusts: Mapping[str, str]
+        self,
+        address: str,
+        http_address: str | None,
+        trusts: Mapping[str, str],
     ) -> None:
         addresses = address
         if http_address:
@@ -208,7 +211,10 @@ class _JsonOutput:
     """Prints a line of JSON for each event."""
 
     def ready(
-        self, address: str, http_address: str | None, trusts: Mapping[str, str]
+        self,
+        address: str,
+        http_address: str | None,
+        trusts: Mapping[str, str],
     ) -> None:
         event = {
             "event": "serving",

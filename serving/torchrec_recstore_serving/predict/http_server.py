@@ -155,7 +155,10 @@ class HttpServer:
     """
 
     def __init__(
-        self, address: str, access: ListenOptions, models: NamedModels
+        self,
+        address: str,
+        access: ListenOptions,
+        models: NamedModels,
     ) -> None:
         host, port = host_and_port(address)
         self.models = models
@@ -250,7 +253,10 @@ class HttpServer:
         return HeldMemory(self, self._access.max_request_memory)
 
     async def answer(
-        self, model: str | None, body: list[bytes], held: HeldMemory
+        self,
+        model: str | None,
+        body: list[bytes],
+        held: HeldMemory,
     ) -> tuple[int, bytes]:
         """Returns the status and the body of the answer to POST /predict.
 
@@ -505,7 +511,8 @@ async def _converted(size: int, convert: Callable[[], _Result]) -> _Result:
 
 
 def _read(
-    body: bytes, jagged: Mapping[str, tuple[str, int]]
+    body: bytes,
+    jagged: Mapping[str, tuple[str, int]],
 ) -> tuple[Mapping[str, Any], Mapping[str, Value]]:
     """Returns the arguments of a request as they are in JSON, and as tensors."""
     try:

@@ -91,7 +91,11 @@ def value_of(argument: Any, name: str) -> Value:
 
 
 def bags(
-    keys: Any, values: Tensor, lengths: Tensor, weights: Tensor | None, name: str
+    keys: Any,
+    values: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None,
+    name: str,
 ) -> JaggedArgument:
     """Returns the argument of this name for a ``KeyedJaggedTensor``.
 
@@ -111,7 +115,8 @@ def bags(
 
 
 def arguments_of_json(
-    arguments: Mapping[str, Any], jagged: Mapping[str, tuple[str, int]]
+    arguments: Mapping[str, Any],
+    jagged: Mapping[str, tuple[str, int]],
 ) -> dict[str, Value]:
     """Returns the arguments of a JSON document by name.
 
@@ -164,7 +169,10 @@ def _bags_of_parts(value: dict[str, Any], name: str) -> JaggedArgument:
     keys = value.get("keys")
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise _refused(
-            name, ".keys", keys, "it must be a list of the names of the features"
+            name,
+            ".keys",
+            keys,
+            "it must be a list of the names of the features",
         )
     values = _vector(value["values"], name, ".values")
     lengths = _vector(value["lengths"], name, ".lengths")
@@ -236,7 +244,10 @@ def _tensor(value: Any, name: str) -> Tensor:
     """
     if not isinstance(value, list):
         raise _refused(
-            name, "", value, "it must be a list, with an entry for each example"
+            name,
+            "",
+            value,
+            "it must be a list, with an entry for each example",
         )
     shape: list[int] = []
     level: list[Any] = [value]
@@ -261,7 +272,10 @@ def _tensor(value: Any, name: str) -> Tensor:
 
 
 def _uneven(
-    name: str, level: list[Any], sizes: list[int], shape: list[int]
+    name: str,
+    level: list[Any],
+    sizes: list[int],
+    shape: list[int],
 ) -> ValueError:
     """Returns the error about lists of one depth that are no part of a tensor.
 
@@ -315,7 +329,10 @@ def _vector(value: Any, name: str, place: str, *, integers: bool = True) -> Tens
 
 
 def _numbers(
-    numbers: list[Any], kinds: set[type], name: str, place: Callable[[int], str]
+    numbers: list[Any],
+    kinds: set[type],
+    name: str,
+    place: Callable[[int], str],
 ) -> Tensor:
     """Converts a list of numbers to a vector: int64 for integers, bool for truth
     values, otherwise float32.
@@ -331,7 +348,10 @@ def _numbers(
         except (RuntimeError, ValueError, OverflowError):
             wrong = _first(numbers, lambda number: not -(2**63) <= number < 2**63)
             raise _refused(
-                name, place(wrong), numbers[wrong], "int64 does not hold it"
+                name,
+                place(wrong),
+                numbers[wrong],
+                "int64 does not hold it",
             ) from None
     tensor = torch.tensor([_float32(number) for number in numbers])
     if not bool(torch.isfinite(tensor).all()):

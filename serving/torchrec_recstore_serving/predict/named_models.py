@@ -71,7 +71,10 @@ class Answering(Protocol):
     jagged: Mapping[str, tuple[str, int]]
 
     def submit(
-        self, arguments: Mapping[str, Value], *, caller_s: float = 0.0
+        self,
+        arguments: Mapping[str, Value],
+        *,
+        caller_s: float = 0.0,
     ) -> Future[Answer]:
         """Queues a request.
 

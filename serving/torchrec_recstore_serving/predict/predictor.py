@@ -171,7 +171,10 @@ class Predictor:
         )
 
     def submit(
-        self, arguments: Mapping[str, Value], *, caller_s: float = 0.0
+        self,
+        arguments: Mapping[str, Value],
+        *,
+        caller_s: float = 0.0,
     ) -> Future[Answer]:
         """Queues a request.
 
@@ -238,7 +241,8 @@ class Predictor:
 
 
 def _check_names(
-    model_arguments: Mapping[str, Any], arguments: Mapping[str, Value]
+    model_arguments: Mapping[str, Any],
+    arguments: Mapping[str, Value],
 ) -> None:
     """Compares the names and kinds of arguments with those of the model's ``forward``."""
     required = {
@@ -260,7 +264,8 @@ def _check_names(
 
 
 def _opened(
-    options: PredictorOptions, stack: ExitStack
+    options: PredictorOptions,
+    stack: ExitStack,
 ) -> tuple[dict[str, Predictor], PredictorMetrics | None]:
     """Makes the predictors by name, and their metrics, if there are any.
 
@@ -355,7 +360,9 @@ def serve_predictions(
 
 
 def _add_gauges(
-    metrics: PredictorMetrics, server: GrpcServer, http: HttpServer | None
+    metrics: PredictorMetrics,
+    server: GrpcServer,
+    http: HttpServer | None,
 ) -> None:
     """Adds the numbers of the servers to the metrics."""
     metrics.gauges(server.gauges())

@@ -97,7 +97,8 @@ class Request:
 
 
 def request_of(
-    arguments: Mapping[str, Value], jagged: Mapping[str, tuple[str, int]]
+    arguments: Mapping[str, Value],
+    jagged: Mapping[str, tuple[str, int]],
 ) -> Request:
     """Makes a request.
 
@@ -169,7 +170,8 @@ def _merged_bags(parts: Sequence[JaggedArgument]) -> JaggedArgument:
 
 
 def _joined_by_feature(
-    tensors: Sequence[Tensor], counts: Sequence[Sequence[int]]
+    tensors: Sequence[Tensor],
+    counts: Sequence[Sequence[int]],
 ) -> Tensor:
     """Joins the ids or weights of several arguments, so that those of one feature are
     beside each other.
@@ -273,7 +275,8 @@ def _outputs(result: Any) -> dict[str, Tensor]:
 
 
 def split(
-    outputs: Mapping[str, Tensor], requests: Sequence[Request]
+    outputs: Mapping[str, Tensor],
+    requests: Sequence[Request],
 ) -> list[dict[str, Tensor]] | None:
     """Splits the result of a merged request.
 

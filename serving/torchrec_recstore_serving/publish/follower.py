@@ -321,7 +321,10 @@ class Follower:
             _started.add(self)
             _start_closer()
             self._thread = threading.Thread(
-                target=self._run, args=(every_s,), name="follower", daemon=True
+                target=self._run,
+                args=(every_s,),
+                name="follower",
+                daemon=True,
             )
             self._thread.start()
 
@@ -451,9 +454,8 @@ class Follower:
                     f" version {current.version}"
                 )
             path = self._source.fetch(number, "delta", folder)
-            delta = checked_delta(
-                path, self._source.name_of(number, "delta"), self._key, self._check_open
-            )
+            name = self._source.name_of(number, "delta")
+            delta = checked_delta(path, name, self._key, self._check_open)
             with self._changing():
                 # Calls that run keep the model that they have.
                 assert self._reached is not None
@@ -604,7 +606,10 @@ def follow(
 
 
 def _wait_for_model(
-    follower: Follower, source: str | Path, every_s: float, timeout_s: float
+    follower: Follower,
+    source: str | Path,
+    every_s: float,
+    timeout_s: float,
 ) -> None:
     """Polls until the follower has a model.
 

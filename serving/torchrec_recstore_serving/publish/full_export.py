@@ -80,7 +80,13 @@ def write_full(
     for table in empty_tables.values():
         table.version = version
     save_script(empty, program, key, mapped)
-    write_tensors(tensors, version, script.recstore_version(), full, key)
+    write_tensors(
+        tensors,
+        base=version,
+        version=script.recstore_version(),
+        path=full,
+        key=key,
+    )
 
 
 def load_full(program: Path, full: Path) -> torch.jit.ScriptModule:

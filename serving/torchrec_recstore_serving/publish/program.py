@@ -230,7 +230,8 @@ def _code_of(script: torch.jit.ScriptModule, dense: Sequence[str]) -> object:
 
 
 def _lists_of_tensors(
-    script: torch.jit.ScriptModule, names: Mapping[int, str]
+    script: torch.jit.ScriptModule,
+    names: Mapping[int, str],
 ) -> object:
     """Describes the lists, tuples and dicts of a compiled model that may have tensors.
 
@@ -292,8 +293,11 @@ def _without_rows(served: nn.Module) -> nn.Module:
         if isinstance(table, ServerTable):
             replaced[id(table)] = table
         elif isinstance(table, ServedTable) and table.has_ids:
-            no_ids = torch.empty(0, dtype=torch.int64)
             replaced[id(table)] = HashedTable(
-                table.name, table.dim, table.row_format, no_ids, table.rows[:1]
+                name=table.name,
+                dim=table.dim,
+                row_format=table.row_format,
+                ids=torch.empty(0, dtype=torch.int64),
+                rows=table.rows[:1],
             )
     return copied_with(served, replaced)

@@ -130,7 +130,9 @@ class Publications(Protocol):
         """
 
     def append(
-        self, publication: Publication, known_latest: Latest | None
+        self,
+        publication: Publication,
+        known_latest: Latest | None,
     ) -> Latest | None:
         """Publishes the files at :meth:`path_of`, and deletes files that no follower
         needs any more.
@@ -267,7 +269,10 @@ def latest_of(text: str | bytes, location: object, key: Key | None = None) -> La
 
 
 def publication_of(
-    text: str | bytes, number: int, location: object, key: Key | None = None
+    text: str | bytes,
+    number: int,
+    location: object,
+    key: Key | None = None,
 ) -> Publication:
     """Returns the :class:`Publication` of a text that :func:`described` has made.
 
@@ -413,7 +418,9 @@ class DirectoryPublications:
         return self._directory / f"{number:012d}{_SUFFIXES[kind]}"
 
     def append(
-        self, publication: Publication, known_latest: Latest | None
+        self,
+        publication: Publication,
+        known_latest: Latest | None,
     ) -> Latest | None:
         """See :meth:`Publications.append`."""
         if not self._has(known_latest):

@@ -145,7 +145,11 @@ class DeltaPublisher:
             check_index(index, rows)
             if self._env.rank == 0:
                 self._writer = _Writer(
-                    destination, full_every_s, index, rows, key_at(key)
+                    destination=destination,
+                    full_every_s=full_every_s,
+                    index=index,
+                    rows=rows,
+                    key=key_at(key),
                 )
 
     def step(self) -> None:
@@ -195,7 +199,13 @@ class DeltaPublisher:
                     remaining_s = self._next - time_s
             except Exception as raised:
                 error = picklable(raised)
-        return _News(error, time_s, ready, remaining_s, is_saving())
+        return _News(
+            error=error,
+            time_s=time_s,
+            ready=ready,
+            remaining_s=remaining_s,
+            saving=is_saving(),
+        )
 
     def close(self) -> None:
         """Publishes the model as it is now, and waits until the publication is
@@ -308,7 +318,12 @@ class DeltaPublisher:
             return None
         remember(self._marks, version)
         exported, changes = read_changes(
-            self._model, self._dtype, version, self._env, marks, self._rows
+            self._model,
+            self._dtype,
+            version,
+            self._env,
+            marks,
+            rows=self._rows,
         )
         if changes is None:
             return None
@@ -555,7 +570,11 @@ class _Writer:
         path = self._place.path_of(self._number + 1, "delta")
         try:
             return write_delta(
-                reading.served, self._base, path, reading.changes, self._key
+                reading.served,
+                self._base,
+                path,
+                changes=reading.changes,
+                key=self._key,
             )
         except ValueError as error:
             warn_user(f"a full export is published without a delta: {error}")

@@ -77,7 +77,10 @@ class RedisPublications:
     """
 
     def __init__(
-        self, url: str, key: Key | None = None, retry_seconds: float = 30.0
+        self,
+        url: str,
+        key: Key | None = None,
+        retry_seconds: float = 30.0,
     ) -> None:
         self._signing = key
         parts = urlsplit(url)
@@ -128,7 +131,9 @@ class RedisPublications:
         return Path(self._folder.name, f"{number}.{kind}")
 
     def append(
-        self, publication: Publication, known_latest: Latest | None
+        self,
+        publication: Publication,
+        known_latest: Latest | None,
     ) -> Latest | None:
         """See :meth:`Publications.append`."""
         number = publication.number

@@ -283,7 +283,9 @@ class Retrieval:
                 faiss().write_index(self._index.index, str(beside))
 
     def update(
-        self, served: torch.jit.ScriptModule, delta: dict[str, Tensor] | None = None
+        self,
+        served: torch.jit.ScriptModule,
+        delta: dict[str, Tensor] | None = None,
     ) -> None:
         """Brings the index to the version of a served model.
 
@@ -320,7 +322,9 @@ class Retrieval:
                 self._change(served, version, changes)
 
     def _changes(
-        self, served: torch.jit.ScriptModule, delta: dict[str, Tensor]
+        self,
+        served: torch.jit.ScriptModule,
+        delta: dict[str, Tensor],
     ) -> _Changes | None:
         """Returns the changes of the table; None if all vectors must be computed."""
         if self._index is None:
@@ -348,7 +352,10 @@ class Retrieval:
         return _Changes(delta[ids_key], delta[rows_key], delta[removed_key])
 
     def _change(
-        self, served: torch.jit.ScriptModule, version: str, changes: _Changes
+        self,
+        served: torch.jit.ScriptModule,
+        version: str,
+        changes: _Changes,
     ) -> None:
         """Brings the index to a version by the changes since its own."""
         assert self._index is not None
@@ -404,7 +411,10 @@ class Retrieval:
         )
 
     def _vectors(
-        self, served: torch.jit.ScriptModule, ids: Tensor, rows: Tensor
+        self,
+        served: torch.jit.ScriptModule,
+        ids: Tensor,
+        rows: Tensor,
     ) -> Tensor:
         """Returns the vectors of ids, (N, D) float32.
 
@@ -420,7 +430,11 @@ class Retrieval:
             else:
                 piece_rows = rows[begin : begin + _PIECE_ROWS]
                 table = served_table(
-                    self.table, module.dim, module.row_format, None, piece_rows
+                    name=self.table,
+                    dim=module.dim,
+                    row_format=module.row_format,
+                    ids=None,
+                    rows=piece_rows,
                 )
                 vectors = tower(table.lookup(torch.arange(len(piece_rows))))
             self._check_vectors(vectors, len(piece_ids))

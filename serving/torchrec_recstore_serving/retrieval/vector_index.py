@@ -198,7 +198,10 @@ class VectorIndex:
             )
 
     def search(
-        self, queries: Tensor, k: int, probes: int | None = None
+        self,
+        queries: Tensor,
+        k: int,
+        probes: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the scores and ids of the nearest vectors; see
         :meth:`Retrieval.search`.
