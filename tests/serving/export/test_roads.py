@@ -27,7 +27,7 @@ from torchrec.quant.embedding_modules import (
 
 from torchrec_recstore.inference import export_for_inference, scriptable
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
-from torchrec_recstore_serving.export.sorted_tables import ServedTable
+from torchrec_recstore_serving.export.scriptable_modules import served_tables
 
 from ..models import Model, batch, train
 
@@ -164,9 +164,8 @@ def test_torch_export_of_what_is_no_lookup(
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table = next(
-                module for module in served.modules() if isinstance(module, ServedTable)
-            )
+            tables = [table for _, table in served_tables(served)]
+            self.table = tables[0]
 
         def forward(self, values: Tensor) -> Tensor:
             return values + self.table.row_count()

@@ -696,7 +696,7 @@ def test_what_a_step_reads(
     monkeypatch.setattr(
         publisher_module,
         "read_model",
-        lambda *arguments: whole.append(1) or read(*arguments),
+        lambda *arguments, **options: whole.append(1) or read(*arguments, **options),
     )
     model = trained()
     with (
