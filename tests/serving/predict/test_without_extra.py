@@ -84,6 +84,7 @@ with DeltaPublisher(model, "published", every_s=0, dtype=torch.float32) as publi
     publisher.step()
 with follow("published") as follower:
     assert torch.equal(follower.model(ids), expected)
+import torchrec_recstore_serving.publish.redis_publications
 """,
     )
 
