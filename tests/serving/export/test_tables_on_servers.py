@@ -492,9 +492,10 @@ def test_a_table_that_was_made_anew(server: RecStoreServer, tmp_path: Path) -> N
         name, served = model.name, exported(model, tmp_path / "model.pt")
         connection = client._tables._connections[0]  # type: ignore[union-attr]
         served(batch())
+        run = connection._epoch.runs.by_address[server.address]
         connection.drop(
             name,
-            f"{client._tables.epoch()}/{connection._epoch.runs.of[server.address]}",
+            f"{client._tables.epoch()}/{run}",
         )  # type: ignore[union-attr]
         RecStoreClient([server.address]).init_data(name, (100, 8))
         with pytest.raises(
