@@ -1,5 +1,4 @@
-"""Exports trained models as static, quantised, scripted models that run without this
-package.
+"""Exports trained models as static, scripted models that run without this package.
 
 See docs/serving.md.
 

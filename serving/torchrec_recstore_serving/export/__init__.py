@@ -1,3 +1,1 @@
-"""Exports trained models as files that run without this package, and writes deltas of
-them.
-"""
+"""Exported models, which run without this package, and deltas of them."""

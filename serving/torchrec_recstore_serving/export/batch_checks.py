@@ -1,5 +1,6 @@
-"""Checks of the batches of exported models: what an exported model would ignore is an
-error.
+"""Checks of the batches of exported models.
+
+What an exported model would ignore is an error.
 
 TorchScript compiles this function into the exported models.
 

@@ -1,5 +1,6 @@
-"""Finds the rows of a table that have changed since an export, without reading the
-other rows.
+"""Finds the rows of a table that have changed since an export.
+
+It does not read the other rows.
 
 Tests: tests/serving/publish/test_publisher.py.
 """
@@ -28,8 +29,7 @@ these marks.
 
 @dataclass(frozen=True)
 class ChangedRows:
-    """The rows of a table that may have changed since an export, and the ids that have
-    left since.
+    """The rows of a table that may have changed since an export.
 
     Args:
         ids: (N,) int64. The ids in ascending order.
@@ -44,8 +44,9 @@ class ChangedRows:
 
 
 def remember(marks: Mapping[Table, int], version: str) -> None:
-    """Keeps the marks of an export, so that a delta of the export can be made from the
-    changed rows.
+    """Keeps the marks of an export.
+
+    A delta of the export can then be made from the changed rows.
 
     Args:
         marks: The change mark of each shard at the time of the export.

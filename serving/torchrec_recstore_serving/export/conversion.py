@@ -132,9 +132,7 @@ def _is_inside(path: str, replaced: Mapping[str, nn.Module]) -> bool:
 
 
 def _processors(module: nn.Module) -> nn.Module | None:
-    """Returns the feature processors of a feature-processed collection; None for other
-    modules.
-    """
+    """Returns the feature processors of a collection. None: it has none."""
     if isinstance(module, _PROCESSED_COLLECTIONS):
         return feature_processors(module)
     return None
@@ -212,8 +210,9 @@ class Conversion:
         replaced: list[nn.Module],
         env: ShardingEnv,
     ) -> nn.Module:
-        """Returns a copy of a model in evaluation mode, with static modules in the
-        place of ``replaced``.
+        """Returns a copy of a model in evaluation mode, with static modules.
+
+        They are in the place of the modules in ``replaced``.
         """
         static_modules: dict[int, Any] = {
             id(module): self._static(module) for module in replaced
@@ -224,8 +223,10 @@ class Conversion:
         return exported
 
     def unread_by_path(self, exported: nn.Module) -> dict[str, UnreadTable]:
-        """Returns the tables whose rows were not read, by their paths in the scriptable
-        form of a model that :meth:`model` has returned.
+        """Returns the tables whose rows were not read, by path.
+
+        The paths are those of the scriptable form of ``exported``, which :meth:`model`
+        has returned.
         """
         paths = {id(module): path for path, module in exported.named_modules()}
         by_path: dict[str, UnreadTable] = {}
@@ -245,8 +246,10 @@ class Conversion:
         return self._converted[id(module)]
 
     def _with_servers(self, module: nn.Module, static: nn.Module) -> nn.Module:
-        """Returns the static module of a collection; if it has tables on servers, the
-        served module with them.
+        """Returns the static module of a collection.
+
+        If the collection has tables on servers, it is the served module with these
+        tables.
         """
         remote_tables = {
             name: table
@@ -433,8 +436,9 @@ class Conversion:
         missing: Tensor,
         row_format: str,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the ids, and the rows in the row format after a first row for ids
-        without a row.
+        """Returns the ids, and the rows in the row format.
+
+        The rows begin with a row for ids without a row.
         """
         name = unread.name
         if not self._reads_rows:

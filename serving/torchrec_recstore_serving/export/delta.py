@@ -1,5 +1,7 @@
-"""Writes and reads deltas: small files with the changes since an export, which a served
-model applies while it runs.
+"""Writes and reads deltas of exports.
+
+A delta is a small file with the changes since an export. A served model applies it
+while it runs.
 """
 
 from __future__ import annotations
@@ -222,9 +224,7 @@ def _changed_dense_tensors(
     served: nn.Module,
     base: torch.jit.ScriptModule,
 ) -> dict[str, Tensor]:
-    """Returns the tensors outside the tables whose bits differ from those of ``base``,
-    by name.
-    """
+    """Returns the tensors outside the tables that differ from ``base``, by name."""
     changed: dict[str, Tensor] = {}
     for name, tensor in dense_tensors(served, every_path=is_hashed(base)).items():
         old = tensor_at(base, name)
@@ -349,8 +349,9 @@ def _known_change(
 
 
 def _check_missing_row(table: ServedTable, old_missing: Tensor) -> None:
-    """Refuses a table whose row for ids without a row is not that of ``base``, because
-    a delta cannot change it.
+    """Refuses a table that has another row for ids without a row than ``base``.
+
+    A delta cannot change this row.
     """
     if bool(_differ(table.rows[:1], old_missing)):
         raise ValueError(
@@ -383,8 +384,7 @@ def write_tensors(
     path: Path,
     key: Key | None,
 ) -> None:
-    """Writes the file of a delta from one version of a model to another, completely or
-    not at all.
+    """Writes the file of a delta, completely or not at all.
 
     Raises:
         OSError: The file cannot be written.

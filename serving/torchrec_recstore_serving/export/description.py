@@ -17,8 +17,7 @@ from torchrec_recstore_serving.export.verification import FORMAT, kind_of
 
 
 def described(path: Path) -> dict[str, Any]:
-    """Describes an exported model, a package or a delta, in values that ``json`` can
-    write.
+    """Describes an exported model, a package or a delta, for JSON.
 
     The file is not verified: see :func:`torchrec_recstore.inference.verify`.
 

@@ -1,5 +1,6 @@
-"""Static modules for inference: they convert raw ids to row numbers, and call
-TorchRec's own collections.
+"""The eager form of an exported model: static modules on TorchRec's collections.
+
+They convert raw ids to row numbers, and call TorchRec's own modules.
 
 Tests: tests/serving/export/test_from_model.py.
 """
@@ -95,8 +96,9 @@ class IdMap(nn.Module):
 
 
 class ExactEmbeddingBag(nn.EmbeddingBag):
-    """An ``nn.EmbeddingBag`` whose results are bit-equal to those of RecStore's
-    kernels, also for weighted means.
+    """An ``nn.EmbeddingBag`` whose results are those of RecStore's kernels.
+
+    They are bit-equal, also for weighted means.
     """
 
     def forward(
@@ -181,8 +183,9 @@ def rows_instead_of_ids(
 
 @torch.fx.wrap
 def in_order(pooled: KeyedTensor, keys: list[str], dims: list[int]) -> KeyedTensor:
-    """Reorders the columns: TorchRec's quantised modules sort the tables by their
-    pooling (TorchRec 1.8.0).
+    """Reorders the columns of pooled rows.
+
+    TorchRec's quantised modules sort the tables by their pooling (TorchRec 1.8.0).
     """
     if pooled.keys() == keys:
         return pooled
@@ -234,8 +237,9 @@ class _StaticCollection(nn.Module):
         )
 
     def tables(self) -> list[tuple[BaseEmbeddingConfig, Tensor | None]]:
-        """Returns each table's config and its ids in ascending order, (R,) int64, or
-        None for a table of TorchRec.
+        """Returns each table's config and ids.
+
+        The ids are in ascending order, (R,) int64; None for a table of TorchRec.
         """
         tables: list[tuple[BaseEmbeddingConfig, Tensor | None]] = []
         for config, id_map in zip(self._configs, self.maps, strict=True):
@@ -246,8 +250,9 @@ class _StaticCollection(nn.Module):
 
 
 class StaticEmbeddingBagCollection(_StaticCollection):
-    """An ``EmbeddingBagCollection`` for inference: it converts raw ids to row numbers
-    and calls TorchRec's own module.
+    """An ``EmbeddingBagCollection`` for inference.
+
+    It converts raw ids to row numbers and calls TorchRec's own module.
 
     The attribute ``collection`` is TorchRec's module, ``EmbeddingBagCollection`` or its
     quantised version. TorchRec's functions can find, quantise and shard it. An id
@@ -306,8 +311,9 @@ class StaticEmbeddingBagCollection(_StaticCollection):
 
 
 class StaticEmbeddingCollection(_StaticCollection):
-    """An ``EmbeddingCollection`` for inference; see
-    :class:`StaticEmbeddingBagCollection`.
+    """An ``EmbeddingCollection`` for inference.
+
+    See :class:`StaticEmbeddingBagCollection`.
 
     Args:
         tables: The tables in the collection's order.
@@ -395,8 +401,9 @@ class ProcessedFeatures(nn.Module):
 
 
 class PositionWeights(nn.Module):
-    """A ``PositionWeightedModule`` that TorchScript accepts: TorchRec 1.9 calls
-    functions of ``torch.fx`` in its own.
+    """A ``PositionWeightedModule`` that TorchScript accepts.
+
+    TorchRec 1.9 calls functions of ``torch.fx`` in its own module.
 
     Args:
         processor: The feature processor. Its parameter is used, not copied.
@@ -425,8 +432,9 @@ class PositionWeights(nn.Module):
 
 
 class ProcessorsByFeature(nn.Module):
-    """A module that calls one feature processor for each feature, in a form that
-    TorchScript and fx accept.
+    """A module that calls one feature processor for each feature.
+
+    TorchScript and fx accept it.
     """
 
     def __init__(self, processors: nn.ModuleDict) -> None:
@@ -477,8 +485,7 @@ def _with_lengths(
 
 
 def _inner_configs(tables: Sequence[StaticTable]) -> list[BaseEmbeddingConfig]:
-    """Returns the configs of TorchRec's module, in which each feature belongs to one
-    table.
+    """Returns the configs of TorchRec's module: each feature belongs to one table.
 
     A feature of several tables becomes several features, because an id has another row
     number in each table.

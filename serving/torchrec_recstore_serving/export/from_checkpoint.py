@@ -1,5 +1,6 @@
-"""Exports the tables of a checkpoint to a TorchScript file, without a model and without
-a table in memory.
+"""Exports the tables of a checkpoint to a TorchScript file.
+
+It needs neither a model nor a table in memory.
 
 Tests: tests/serving/export/test_delta.py.
 """
@@ -189,8 +190,7 @@ def export_checkpoint_delta(
     key: str | Path | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> DeltaInfo:
-    """Writes the differences between a checkpoint's tables and an earlier export into a
-    file.
+    """Writes a delta from an earlier export to a checkpoint's tables into a file.
 
     The exported module's method ``apply_delta`` applies the delta.
 
@@ -237,8 +237,9 @@ def _served(
     top_rows: int | None,
     advance: Callable[[int], object],
 ) -> tuple[ServedTables, dict[str, int]]:
-    """Returns the served tables of a checkpoint, and the number of rows of each table
-    that are left out.
+    """Returns the served tables of a checkpoint.
+
+    Also returns the number of rows of each table that are left out.
     """
     row_format = check_dtype(dtype)
     selection = Selection(min_frequency, top_rows)
@@ -288,8 +289,9 @@ def _rows(
     selection: Selection,
     advance: Callable[[int], object],
 ) -> tuple[Tensor, Tensor]:
-    """Returns a table's ids, and its rows in the row format after a first row for ids
-    without a row.
+    """Returns a table's ids, and its rows in the row format.
+
+    The rows begin with a row for ids without a row.
 
     A selection by frequency reads the rows twice: first the frequencies, then the
     selected rows.

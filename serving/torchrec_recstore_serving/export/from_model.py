@@ -323,8 +323,7 @@ def read_changes(
     marks: dict[Table, int],
     rows: str = "memory",
 ) -> tuple[nn.Module, dict[str, ChangedRows] | None]:
-    """Returns the static model without the rows of RecStore tables, and the rows that
-    have changed since a version.
+    """Reads the rows of RecStore tables that have changed since a version.
 
     Returns:
         The model, in which these tables are empty, and the changes of each of them by

@@ -1,6 +1,4 @@
-"""Served tables that search ids by hash, in the native library of
-:mod:`torchrec_recstore_serving.export.native_library`.
-"""
+"""Served tables that search ids by hash, in the native library."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ from torchrec_recstore_serving.export.sorted_tables import ServedTable
 
 
 class HashedTable(TableWithRows):
-    """A served table whose ids and rows are in an object of the native library, in any
-    row format.
+    """A served table whose ids and rows are in an object of the native library.
+
+    It has rows of any row format.
 
     A copy of a scripted module shares the rows with the original, and takes little time
     and memory. The copy may be changed while other threads call the original.
@@ -135,8 +134,9 @@ class HashedTable(TableWithRows):
         delta: dict[str, Tensor],
         tensors: dict[str, Tensor],
     ) -> None:
-        """Makes the rows after a delta, which :meth:`take_delta` uses, and adds their
-        checksum to ``tensors``.
+        """Makes the rows after a delta, and adds their checksum to ``tensors``.
+
+        :meth:`take_delta` uses the rows.
         """
         checksum: int = self.native.checksum()
         self.native.abandon()
@@ -179,8 +179,9 @@ _PLACES_OF_ROWS = ("memory", "mapped", "servers")
 
 
 def check_index(index: str, rows: str = "memory") -> None:
-    """Refuses an invalid value of ``index`` or ``rows``, and ``"hash"`` if the native
-    library cannot be loaded.
+    """Refuses a value of ``index`` or ``rows`` that is invalid or cannot be used.
+
+    ``"hash"`` needs the native library.
 
     Raises:
         TypeError, ValueError, ImportError: ``index`` or ``rows`` cannot be used.
@@ -211,17 +212,14 @@ def _check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
 
 
 def mapped_tables(model: nn.Module, rows: str) -> list[HashedTable]:
-    """Returns the tables of a served model whose rows a process maps from the model's
-    file.
-    """
+    """Returns the tables whose rows a process maps from the model's file."""
     if rows != "mapped":
         return []
     return [module for module in model.modules() if isinstance(module, HashedTable)]
 
 
 def hashed(model: nn.Module) -> nn.Module:
-    """Replaces the tables of a served model that search sorted ids by tables that
-    search by hash.
+    """Replaces the tables of a served model by tables that search ids by hash.
 
     Args:
         model: The model. It is changed and returned. TorchRec's own tables, in which

@@ -1,5 +1,6 @@
-"""Writes the rows of a served model beside the model in its file, so that processes map
-them instead of reading them.
+"""Writes the rows of a served model beside the model in its file.
+
+Processes map them instead of reading them.
 
 The file is the zip file that ``torch.jit.save`` writes, with one record more for each
 table: the lines of the index and the rows, as they are in memory. The native library
@@ -31,8 +32,7 @@ _PADDING_HEADER = struct.Struct("<HH")  # this number, and the size of the paddi
 
 @contextmanager
 def rows_apart(tables: Sequence[Any]) -> Iterator[dict[str, list[Tensor]]]:
-    """Makes ``torch.jit.save`` write the tables without their rows, until the end of
-    the context.
+    """Makes ``torch.jit.save`` write the tables without their rows, in a context.
 
     Args:
         tables: Modules or compiled modules of

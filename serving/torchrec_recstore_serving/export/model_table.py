@@ -76,8 +76,9 @@ class ModelTable(nn.Module):
     # The model describes its tables, and gives their rows to the writer of a delta.
 
     def row_count(self) -> int:
-        """Returns the number of rows in the model, without the row for ids without a
-        row.
+        """Returns the number of rows in the model.
+
+        The row for ids without a row does not count.
         """
         raise NotImplementedError
 
@@ -86,30 +87,34 @@ class ModelTable(nn.Module):
         raise NotImplementedError
 
     def give_ids(self, table: str, results: list[Tensor]) -> None:
-        """Appends the ids in ascending order, (R,) int64, to ``results`` if this table
-        has the name ``table``.
+        """Appends the ids to ``results`` if this table has the name ``table``.
+
+        They are in ascending order, (R,) int64.
         """
         raise NotImplementedError
 
     def give_rows(self, table: str, results: list[Tensor]) -> None:
-        """Appends the rows in the row format to ``results`` if this table has the name
-        ``table``.
+        """Appends the rows to ``results`` if this table has the name ``table``.
+
+        They are in the row format.
 
         A first row for ids without a row is before them if the table has ids.
         """
         raise NotImplementedError
 
     def give_rows_of(self, table: str, values: Tensor, results: list[Tensor]) -> None:
-        """Appends the rows of some ids to ``results``, if this table has the name
-        ``table`` and searches ids by hash: see :meth:`HashedTable.give_rows_of`.
+        """Appends the rows of some ids to ``results``, if this table has the name.
+
+        Only hashed tables do this: see :meth:`HashedTable.give_rows_of`.
         """
         raise NotImplementedError
 
     # The version of the model is computed from tensors of its tables.
 
     def give_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Adds tensors that determine the rows to ``tensors``, with the names that the
-        version of the model is computed with.
+        """Adds tensors that determine the rows to ``tensors``.
+
+        The version of the model is computed from these tensors and their names.
         """
         raise NotImplementedError
 
@@ -128,8 +133,9 @@ class ModelTable(nn.Module):
     # one step after the other.
 
     def check_delta(self, delta: dict[str, Tensor], known_keys: list[str]) -> None:
-        """Refuses a delta that :meth:`take_delta` cannot apply, and appends the keys of
-        this table to ``known_keys``.
+        """Refuses a delta that :meth:`take_delta` cannot apply.
+
+        Appends the keys of this table to ``known_keys``.
 
         Raises:
             ValueError: The tensors of the delta do not fit the table.
@@ -141,9 +147,7 @@ class ModelTable(nn.Module):
         delta: dict[str, Tensor],
         tensors: dict[str, Tensor],
     ) -> None:
-        """Prepares :meth:`take_delta`, and does the same as
-        :meth:`give_tensors_after`.
-        """
+        """Prepares :meth:`take_delta`, and adds tensors as :meth:`give_tensors_after`."""
         raise NotImplementedError
 
     def take_delta(
@@ -184,16 +188,18 @@ class TableWithRows(ModelTable):
         raise NotImplementedError
 
     def row_like(self) -> Tensor:
-        """Returns one row of the data type and the shape of the rows, or no row of an
-        empty table of TorchRec.
+        """Returns one row of the data type and the shape of the rows.
+
+        An empty table of TorchRec has none.
 
         If the table has ids, it is the row for ids without a row.
         """
         raise NotImplementedError
 
     def replace_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
-        """Inserts or replaces rows, and removes other rows. :meth:`check_rows` has
-        accepted the arguments.
+        """Inserts or replaces rows, and removes other rows.
+
+        :meth:`check_rows` has accepted the arguments.
 
         Args:
             ids: (N,) int64. The ids whose rows are inserted or replaced, without

@@ -61,8 +61,9 @@ def load_library() -> Path:
 
 
 class _TracedTable:
-    """What ``torch.export`` calls in the place of a table of the library: it has no
-    rows, and knows the shapes.
+    """What ``torch.export`` calls in the place of a table of the library.
+
+    It has no rows, and knows the shapes.
     """
 
     def __init__(self, dim: int) -> None:

@@ -1,5 +1,4 @@
-"""Opens exported models: checks their bytes, loads them, and reads what they say of
-themselves.
+"""Opens exported models, and checks their bytes.
 
 Tests: tests/serving/export/test_delta.py and test_verification.py.
 """
@@ -66,8 +65,9 @@ def private_copy(
     key: Key | None,
     on_block: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Copies a file into a folder of this process, and checks the copy: nobody can
-    change it afterwards.
+    """Copies a file into a folder of this process, and checks the copy.
+
+    Nobody can change the copy afterwards.
 
     Returns:
         The path of the copy.

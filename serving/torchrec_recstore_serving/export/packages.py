@@ -1,5 +1,4 @@
-"""Signs packages of AOTInductor (``.pt2``), and loads those only whose signature is
-right.
+"""Signs packages of AOTInductor (``.pt2``), and loads only signed ones.
 
 A package contains compiled code. A process that loads it runs this code with all rights
 of the process. The signature is in the comment of the zip file, which torch's loaders
@@ -28,8 +27,9 @@ from torchrec_recstore_serving.export.verification import (
 
 
 def sign_package(path: str | Path, *, key: str | Path | None = None) -> None:
-    """Adds a checksum and a signature to a ``.pt2`` file. :func:`verify` then checks
-    the file.
+    """Adds a checksum and a signature to a ``.pt2`` file.
+
+    :func:`verify` then checks the file.
 
     The file can be one of ``torch._inductor.aoti_compile_and_package`` or of
     ``torch.export.save``. It is replaced at once, and torch and Triton load it as
@@ -92,8 +92,9 @@ def load_package(path: str | Path, *, key: str | Path) -> Any:
 
 
 def _check_package(copy: Path, path: Path) -> None:
-    """Raises ValueError if a file is an exported model, whose signature must not be
-    replaced by one of a package.
+    """Raises ValueError if a file is an exported model.
+
+    Its signature must not be replaced by one of a package.
     """
     try:
         kind = kind_of(copy)

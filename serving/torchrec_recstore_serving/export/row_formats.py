@@ -1,5 +1,4 @@
-"""Converts rows of exported tables to FBGEMM's row formats, which TorchRec's quantised
-modules read.
+"""Converts rows to FBGEMM's row formats, which TorchRec's quantised modules read.
 
 Tests: tests/serving/export/test_from_model.py.
 """

@@ -1,5 +1,7 @@
-"""Replaces a model's static collections by modules for TorchScript, ``torch.export``
-and deltas.
+"""The scriptable form of an exported model.
+
+It replaces the static collections of the eager form by modules for TorchScript,
+``torch.export`` and deltas.
 
 Tests: tests/serving/export/test_from_model.py.
 """
@@ -59,8 +61,9 @@ def served_tables(
 
 
 def dense_tensors(model: nn.Module, *, every_path: bool = False) -> dict[str, Tensor]:
-    """Returns a served model's tensors outside its tables by name: parameters, buffers
-    and attributes.
+    """Returns a served model's tensors outside its tables by name.
+
+    They are parameters, buffers and attributes.
 
     Args:
         model: The model.
@@ -88,8 +91,9 @@ def tensor_at(script: torch.jit.ScriptModule, name: str) -> Tensor | None:
 
 
 def version_of(served: nn.Module, script: torch.jit.ScriptModule) -> str:
-    """Returns the version of a served model: the checksum of all its rows and weights
-    in 16 hexadecimal digits.
+    """Returns the version of a served model.
+
+    It is the checksum of all rows and weights in 16 hexadecimal digits.
 
     Args:
         served: The model.
@@ -223,8 +227,9 @@ class ServedEmbeddingCollection(nn.Module):
 
 
 def copied_with(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
-    """Copies a model without the wrappers ``DistributedModelParallel`` and
-    ``DistributedDataParallel``.
+    """Copies a model without the wrappers of distributed training.
+
+    They are ``DistributedModelParallel`` and ``DistributedDataParallel``.
 
     Args:
         model: The model. It does not change.
@@ -241,8 +246,7 @@ def copied_with(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
 
 
 def scriptable(exported: nn.Module, *, index: str = "sorted") -> nn.Module:
-    """Converts an exported model to a model that TorchScript and ``torch.export``
-    accept.
+    """Converts an exported model for TorchScript and ``torch.export``.
 
     TorchRec's quantised modules can only be scripted after
     ``torchrec.fx.symbolic_trace``, and cannot be exported with ``torch.export``
@@ -281,8 +285,9 @@ def scriptable(exported: nn.Module, *, index: str = "sorted") -> nn.Module:
 
 
 def _name_apart(model: nn.Module) -> None:
-    """Renames tables that have the same name: the new name begins with the path of the
-    module, as in checkpoints.
+    """Renames tables that have the same name.
+
+    The new name begins with the path of the module, as in checkpoints.
     """
     tables = list(served_tables(model))
     name_counts = Counter(table.name for _, table in tables)
@@ -302,8 +307,9 @@ def _name_apart(model: nn.Module) -> None:
 def served_collection(
     module: StaticEmbeddingBagCollection | StaticEmbeddingCollection,
 ) -> nn.Module:
-    """Returns the served collection of a static one, whose ``tables`` are in the order
-    of the static tables.
+    """Returns the served collection of a static one.
+
+    Its ``tables`` are in the order of the static tables.
     """
     rows_by_name = stored_rows(module.collection)
     tables = []

@@ -1,5 +1,4 @@
-"""Selects and reads the rows of a table that are exported, and the row for ids without
-a row.
+"""Selects and reads the rows of a table that are exported.
 
 Tests: tests/serving/export/test_delta.py.
 """
@@ -41,8 +40,9 @@ def aged(
     steps: int,
     options: TableOptions,
 ) -> Tensor:
-    """Returns the rows' frequencies at the present step, halved for each half-life
-    since their last step.
+    """Returns the rows' frequencies at the present step.
+
+    They are halved for each half-life since their last step.
 
     The function ``aged_frequency`` in csrc/row_loops/row_loops.h computes the same for
     eviction.
@@ -107,8 +107,7 @@ class Selection:
             )
 
     def check_counts(self, name: str, options: TableOptions) -> None:
-        """Refuses a selection by frequency of a table that has scores in the place of
-        frequencies.
+        """Refuses a selection by frequency of a table that has scores instead.
 
         Raises:
             ValueError: ``options.eviction`` is ``Scored()``. The message has the
@@ -173,8 +172,7 @@ def missing_row(
 
 
 def warn_of_initial_rows(names: Sequence[str]) -> None:
-    """Warns once about all tables whose ids without a row read as initial rows in the
-    model.
+    """Warns once about tables whose ids without a row read as initial rows.
 
     Args:
         names: The names of the tables. Without names there is no warning.
@@ -191,8 +189,7 @@ def warn_unless_finite(
     model: nn.Module,
     changed: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Warns once about all tables and dense tensors of an exported model that have NaN
-    or infinity.
+    """Warns once about all tables and dense tensors that have NaN or infinity.
 
     The rows of other formats than float32 are not searched:
     :func:`torchrec_recstore_serving.export.row_formats.packed` refuses them.
@@ -277,8 +274,9 @@ def whole_table(
     row_format: str = "float32",
     marks: dict[Table, int] | None = None,
 ) -> _GatheredRows:
-    """Reads all rows of a table, also those in its cold store, without changing the
-    table.
+    """Reads all rows of a table, also those in its cold store.
+
+    The table does not change.
 
     The call is collective if the table is sharded. Rows are packed while they are read,
     so that a table with one shard only needs memory for the result.

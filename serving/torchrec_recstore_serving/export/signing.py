@@ -1,5 +1,6 @@
-"""Signs exports and publications with a secret key: HMAC-SHA256, so that readers know
-who has written them.
+"""Signs exports and publications with a secret key (HMAC-SHA256).
+
+Readers then know who has written them.
 
 Tests: tests/serving/publish/test_signing.py.
 """

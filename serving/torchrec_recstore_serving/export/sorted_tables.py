@@ -116,8 +116,9 @@ def rows_of_ids(ids: Tensor, values: Tensor) -> Tensor:
 
 @torch.fx.wrap
 def rows_of_numbers(rows: int, values: Tensor) -> Tensor:
-    """Returns row numbers for a table of TorchRec: 0 for a row that does not exist, as
-    in FBGEMM's bounds check.
+    """Returns row numbers for a table of TorchRec.
+
+    The number of a row that does not exist is 0, as in FBGEMM's bounds check.
     """
     values = integers(values, "values")
     has_row = (values >= 0) & (values < rows)
@@ -199,8 +200,9 @@ def take_tensor(delta: dict[str, Tensor], key: str, tensor: Tensor) -> None:
 
 
 class ServedTable(TableWithRows):
-    """A served table of float32 rows. :class:`ServedQuantTable` is the subclass for the
-    other row formats.
+    """A served table of float32 rows.
+
+    :class:`ServedQuantTable` is the subclass for the other row formats.
 
     Args:
         name: The table's name.

@@ -1,5 +1,6 @@
-"""Describes the structure of a served model: everything that its compiled code depends
-on, without its tensors.
+"""Describes the structure of a served model.
+
+It is everything that the compiled code depends on, without the tensors.
 
 Tests: tests/serving/publish/test_program.py.
 """
@@ -245,8 +246,9 @@ def _constant_or_unknown(tensor: Tensor) -> object:
 
 
 def constant_of(value: object) -> object:
-    """Describes a value that is written into compiled code: a tensor by its contents,
-    another value by its ``repr``.
+    """Describes a value that is written into compiled code.
+
+    A tensor is described by its contents, another value by its ``repr``.
     """
     if not isinstance(value, Tensor):
         return (type(value), repr(value))

@@ -244,8 +244,9 @@ def tables_on_servers(
 
 
 def _unsharded(kinds: list[nn.Module]) -> Iterator[tuple[nn.Module, RemoteTableModule]]:
-    """Yields the tables on servers of the collections that are not sharded, each after
-    its collection.
+    """Yields the tables on servers of collections that are not sharded.
+
+    Each is with its collection.
     """
     for collection in kinds:
         if isinstance(
@@ -257,8 +258,9 @@ def _unsharded(kinds: list[nn.Module]) -> Iterator[tuple[nn.Module, RemoteTableM
 
 
 def _names_on_servers(module: RecStoreCollection) -> dict[str, str]:
-    """Returns the names on the servers of the tables of a collection that this rank
-    looks up, by their names in the collection.
+    """Returns the names on the servers of tables that this rank looks up.
+
+    They are by the names in the collection.
     """
     names: dict[str, str] = {}
     for kernel in module.recstore_kernels():

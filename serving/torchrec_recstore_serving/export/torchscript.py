@@ -85,8 +85,7 @@ def save_script(
     key: Key | None = None,
     mapped: Sequence[Any] = (),
 ) -> None:
-    """Writes a scripted module completely or not at all, and signs it if there is a
-    key.
+    """Writes a scripted module completely or not at all, and may sign it.
 
     Args:
         script: The module.
@@ -128,8 +127,9 @@ def _bytes(script: torch.jit.ScriptModule) -> int:
 
 
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
-    """Compiles a served model with TorchScript, and adds the methods for its tables and
-    deltas.
+    """Compiles a served model with TorchScript.
+
+    The result has further methods, for its tables and deltas.
 
     The call must be made in a thread of the user: see :func:`compiled`.
 
@@ -148,9 +148,7 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
 
 
 def set_version(script: torch.jit.ScriptModule, version: str, attributes: str) -> None:
-    """Sets the version and the checksum of the attributes of a compiled model in each
-    of its tables.
-    """
+    """Sets the version and the checksum of the attributes in each table."""
     for _, module in script.named_modules(remove_duplicate=False):
         if hasattr(module, "row_format"):
             module.version = version
@@ -158,8 +156,7 @@ def set_version(script: torch.jit.ScriptModule, version: str, attributes: str) -
 
 
 def compiled(served: nn.Module) -> tuple[torch.jit.ScriptModule, frozenset[str]]:
-    """Compiles a served model as :func:`scripted` does, without its version and the
-    checksum of its attributes.
+    """Compiles a served model as :func:`scripted` does, without its version.
 
     TorchScript keeps the classes of compiled modules for the whole process, and
     TorchRec's tracer replaces methods of ``nn.Module`` while it works. No thread of
@@ -246,9 +243,7 @@ def _methods_of(
 
 
 def _hold_in_methods(script: torch.jit.ScriptModule) -> None:
-    """Makes each method of a model hold the version of the model from its first to its
-    last step.
-    """
+    """Makes each method of a model hold the version of the model while it runs."""
     for name in script._c._method_names():
         if name in ("recstore_hold", "apply_delta"):
             continue
@@ -267,8 +262,9 @@ def _hold_in_methods(script: torch.jit.ScriptModule) -> None:
 
 
 def _attributes(script: torch.jit.ScriptModule) -> list[str]:
-    """Returns the names of a model's attributes that are numbers, strings, or lists and
-    dicts of these.
+    """Returns the names of a model's plain attributes.
+
+    They are numbers, strings, or lists and dicts of these.
     """
     names: list[str] = []
     for path, module in script.named_modules(remove_duplicate=False):
@@ -315,8 +311,9 @@ def _traced(
     *,
     records: bool,
 ) -> tuple[torch.jit.ScriptModule, nn.Module, frozenset[str]]:
-    """Compiles a model after TorchRec's tracer; see :func:`_scripted` and
-    :class:`ServedTracer`.
+    """Compiles a model after TorchRec's tracer.
+
+    See :func:`_scripted` and :class:`ServedTracer`.
     """
     tracer = ServedTracer(records=records)
     names = set(vars(served))
@@ -335,8 +332,9 @@ def _traced(
 
 
 def _unannotated(served: nn.Module, message: str) -> str:
-    """Returns a line for each ``forward`` that TorchScript took for one of tensors,
-    because it says no types.
+    """Returns a line for each ``forward`` that says no types.
+
+    TorchScript takes its arguments for tensors.
     """
     if "not annotated with an explicit type" not in message:
         return ""

@@ -1,5 +1,6 @@
-"""Traces a model for TorchScript, and notes which values of the model are written into
-the program.
+"""Traces a model for TorchScript.
+
+It notes which values of the model are written into the program.
 
 Tests: tests/serving/export/test_tracing.py.
 """
@@ -80,8 +81,7 @@ _REFLECTED: dict[str, Callable[..., Any]] = {
 
 
 class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
-    """TorchRec's tracer, which records the calls of one thread only, and also what a
-    model computes with its tensors.
+    """TorchRec's tracer, which records one thread, and computations with tensors.
 
     A tracer replaces ``nn.Module.__call__`` and ``nn.Module.__getattr__`` for all
     threads of the process (torch 2.13). Calls of other threads, such as a server of
@@ -182,8 +182,9 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
         kwargs: Any,
         result: Any,
     ) -> None:
-        """Records a call whose arguments are tensors of the model, or are computed from
-        these only.
+        """Records a call of a function of torch.
+
+        Its arguments must be tensors of the model, or computed from these only.
 
         Args:
             function: The function of torch.
@@ -242,8 +243,9 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
             )
 
     def _check_origin(self, tensor: Tensor) -> None:
-        """Takes a tensor of unknown origin, such as the result of a scripted function,
-        for one of all values.
+        """Notes that a tensor of unknown origin may depend on all tensors of the model.
+
+        It is the result of a scripted function, for example.
         """
         if id(tensor) not in self._names:
             self.read_tensors |= self._replaceable
@@ -292,9 +294,7 @@ def _name_of(function: Any) -> str:
 
 
 def _reads_form(function: Any) -> bool:
-    """Returns whether a function reads the shape or the data type of a tensor, and no
-    values.
-    """
+    """Returns whether a function reads only the shape or the data type of a tensor."""
     name = _name_of(function)
     if name == "__get__":
         return _name_of(function.__self__) in _PROPERTIES_OF_FORM

@@ -73,8 +73,9 @@ _DELTA_SIGNATURE = re.compile(rb'"recstore signature":"([0-9a-f]{64})"')
 
 
 def delta_metadata(key: Key | None) -> dict[str, str]:
-    """Returns the entries of a delta's header, with zeros in the places of the checksum
-    and signature; see sign.
+    """Returns the entries of a delta's header.
+
+    Zeros are in the places of the checksum and the signature: see :func:`sign`.
     """
     entries = {"recstore delta": f"{FORMAT:04d} {_NO_DIGITS.decode()}"}
     if key is not None:
@@ -100,16 +101,18 @@ def _scripted_function(function: Callable[..., Any]) -> Any:
 
 
 def hexadecimal_checksum(tensors: dict[str, Tensor]) -> str:
-    """Returns :func:`checksum_of` tensors in 16 hexadecimal digits, by the compiled
-    functions.
+    """Returns :func:`checksum_of` tensors in 16 hexadecimal digits.
+
+    The compiled functions compute it.
     """
     checksum = scripted_function(checksum_of)(tensors)
     return str(scripted_function(hexadecimal)(checksum))
 
 
 def compile_checksums() -> None:
-    """Compiles the functions of checksums, so that a thread that is started later
-    compiles nothing.
+    """Compiles the functions of checksums.
+
+    A thread that is started later then compiles nothing.
     """
     for function in (checksum_after, checksum_of, hexadecimal):
         scripted_function(function)
@@ -222,8 +225,9 @@ def check_file_bytes(file: Tensor) -> None:
 
 
 def verify(path: str | Path, *, key: str | Path | None = None) -> None:
-    """Reads an exported model, a package or a delta and compares it with its checksum,
-    and with its signature.
+    """Compares an exported model, a package or a delta with its checksum.
+
+    With a key, also compares it with its signature.
 
     The file's tensors and code are not loaded. ``torch.jit.load`` does not check a
     file, and loads files with flipped bits. So a server should call this function, or,
@@ -304,8 +308,7 @@ def sign_zip(
     kind: Literal["export", "package"] = "export",
     name: str | None = None,
 ) -> None:
-    """Appends the checksum to a zip file that torch has written, as the comment of the
-    zip file.
+    """Appends the checksum to a zip file of torch, as its comment.
 
     Args:
         path: The file.

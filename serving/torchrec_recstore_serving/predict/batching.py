@@ -143,8 +143,7 @@ class Batcher:
             thread.join()
 
     def report(self) -> dict[str, float]:
-        """Returns the counts of requests, failed requests and batches, and the
-        percentiles of the last times.
+        """Returns the counts of requests and batches, and percentiles of the times.
 
         The time of a request begins when it is queued, and is in milliseconds. Without
         requests, it is 0.
@@ -178,9 +177,7 @@ class Batcher:
             return batch
 
     def _take_more(self, batch: list[_Queued]) -> None:
-        """Moves the waiting requests that fit to the first one of a batch into the
-        batch.
-        """
+        """Adds the waiting requests that fit to the first one of a batch."""
         first = batch[0].request
         kind = first.kind()
         if first.examples is None or kind in self._alone:

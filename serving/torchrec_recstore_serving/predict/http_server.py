@@ -99,8 +99,9 @@ class HeldMemory:
         self._bytes = 0
 
     def grow_to(self, size: int) -> bool:
-        """Holds at least ``size`` bytes, and returns whether the other requests leave
-        room for them.
+        """Holds at least ``size`` bytes.
+
+        Returns whether the other requests leave room for them.
         """
         additional = max(0, size - self._bytes)
         if self._server.held_bytes + additional > self.limit:
@@ -116,8 +117,7 @@ class HeldMemory:
 
 
 def memory_of(body: Sequence[bytes]) -> int:
-    """Returns an upper bound of the memory in bytes that the conversion of a JSON
-    document takes.
+    """Returns an upper bound of the memory that reading a document takes, in bytes.
 
     Args:
         body: The pieces of the document, which are included.
@@ -485,9 +485,7 @@ class _Predict(_Handler):
 
 
 def _with_places(message: str, document: Mapping[str, Any]) -> str:
-    """Adds the places of floats in a document to the message of a model that got floats
-    as ids.
-    """
+    """Adds the places of floats to the message of a model that got floats as ids."""
     if not message.startswith(FLOAT_IDS):
         return message
     places: list[str] = []

@@ -1,5 +1,6 @@
-"""Arguments and results of served models in messages of predictor.proto and in JSON
-documents.
+"""Arguments and results of served models in messages of gRPC and in JSON.
+
+The messages are those of predictor.proto.
 
 Tests: tests/serving/predict/test_predictor.py.
 """
@@ -209,8 +210,9 @@ def _bags_by_feature(value: dict[str, Any], name: str) -> JaggedArgument:
 
 
 def not_finite(outputs: Mapping[str, Tensor]) -> str | None:
-    """Returns a message about the first number of a result that JSON does not have: NaN
-    or infinity.
+    """Returns a message about the first number of a result that JSON cannot hold.
+
+    It is NaN or infinity.
 
     None: no such.
     """
@@ -334,8 +336,9 @@ def _numbers(
     name: str,
     place: Callable[[int], str],
 ) -> Tensor:
-    """Converts a list of numbers to a vector: int64 for integers, bool for truth
-    values, otherwise float32.
+    """Converts a list of numbers to a vector.
+
+    It is int64 for integers, bool for truth values, otherwise float32.
     """
     if kinds == {bool}:
         return torch.tensor(numbers)

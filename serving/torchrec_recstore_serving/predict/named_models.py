@@ -54,8 +54,9 @@ def sources_of(texts: Sequence[str]) -> dict[str, ModelSource]:
 
 
 def _source_of(text: str) -> tuple[str, ModelSource]:
-    """Returns the name, which may be ``""``, and the source of
-    ``[NAME=]SOURCE[@NUMBER]``.
+    """Returns the name and the source of ``[NAME=]SOURCE[@NUMBER]``.
+
+    The name may be ``""``.
     """
     match = _SOURCE.fullmatch(text)
     if match is None:

@@ -1,5 +1,6 @@
-"""The server of ``recstore follow``: answers predictions over gRPC and HTTP with a
-model that is trained meanwhile.
+"""The server of ``recstore follow``, for predictions over gRPC and HTTP.
+
+Its models may be trained meanwhile.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ class PredictorOptions:
 
 
 def jagged_of(text: str) -> tuple[str, tuple[str, int]]:
-    """Returns the value of the flag ``--jagged VALUES,LENGTHS,FEATURES`` as an item of
-    ``PredictorOptions.jagged``.
+    """Returns the value of ``--jagged`` as an item of ``PredictorOptions.jagged``.
+
+    The value is ``VALUES,LENGTHS,FEATURES``.
 
     Raises:
         ValueError: The value has another form.
@@ -207,8 +209,9 @@ class Predictor:
         return described.arguments
 
     def not_ready(self) -> str | None:
-        """Returns why the model is not ready: no full export has been loaded, or the
-        rows are too old.
+        """Returns why the model is not ready.
+
+        No full export has been loaded, or the rows are too old.
 
         None: it is.
         """

@@ -173,8 +173,7 @@ def _joined_by_feature(
     tensors: Sequence[Tensor],
     counts: Sequence[Sequence[int]],
 ) -> Tensor:
-    """Joins the ids or weights of several arguments, so that those of one feature are
-    beside each other.
+    """Joins the ids or weights of several arguments, feature by feature.
 
     Args:
         tensors: For each argument, (N,). The ids or weights of all bags.
@@ -229,8 +228,9 @@ def call(
 
 
 def _refusal(error: Exception, arguments: Mapping[str, object]) -> ValueError | None:
-    """Returns the error of a model that refuses its arguments: a ``ValueError`` in
-    TorchScript.
+    """Returns the error of a model that refuses its arguments.
+
+    TorchScript has raised a ``ValueError``.
 
     None: another error.
     """

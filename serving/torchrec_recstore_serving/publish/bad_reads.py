@@ -75,9 +75,7 @@ class BadReads:
         return bad_read.cause
 
     def next_read(self, file: Hashable) -> str:
-        """Returns when a file is read again, for messages: ``which is read again in 1.5
-        s``.
-        """
+        """Returns when a file is read again: ``which is read again in 1.5 s``."""
         bad_read = self._bad_reads.get(file)
         if bad_read is None:
             return "which is read now"

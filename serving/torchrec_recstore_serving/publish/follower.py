@@ -1,5 +1,6 @@
-"""Follows a published model: loads the newest full export, applies the deltas after it,
-and goes on.
+"""Follows a published model.
+
+A follower loads the newest full export, applies the deltas after it, and goes on.
 
 Tests: tests/serving/publish/test_publisher.py.
 """
@@ -54,8 +55,9 @@ _END_S = 1.0
 
 
 class Follower:
-    """A served model that follows a :class:`DeltaPublisher`; also a context manager,
-    which closes it.
+    """A served model that follows a :class:`DeltaPublisher`.
+
+    It is also a context manager, which closes it.
 
     Any number of threads may call :attr:`model`. A call sees one version of the rows
     from its beginning to its end. Get :attr:`model` anew for each call: a publication
@@ -215,8 +217,9 @@ class Follower:
         return max(self._ages())
 
     def _ages(self) -> tuple[float, float]:
-        """Returns the age of the rows by the publisher's clock, and since the arrival
-        of the news.
+        """Returns the two ages of the rows in seconds.
+
+        The first is by the publisher's clock, the second since the arrival of the news.
         """
         moment, arrival = self._fresh
         return max(0.0, time.time() - moment), time.monotonic() - arrival
@@ -473,9 +476,7 @@ class Follower:
         return None
 
     def _load(self, latest: Latest, least_number: int, folder: Path) -> bool:
-        """Loads the newest full export that can be used and has a number above
-        ``least_number``.
-        """
+        """Loads the newest full export above ``least_number`` that can be used."""
         for number in reversed(latest.fulls):
             file: tuple[str, int, Kind] = (latest.run, number, "full")
             is_too_new = self._pinned is not None and number > self._pinned
@@ -548,8 +549,9 @@ class Follower:
             self._loading = False
 
     def _say(self, problem: str) -> None:
-        """Keeps a problem for :attr:`state`, and warns about it once until the follower
-        is up to date again.
+        """Keeps a problem for :attr:`state`, and warns about it.
+
+        It warns once until the follower is up to date again.
         """
         self._problem = f"{self._source}: {problem}"
         if problem not in self._warned_problems:
@@ -638,8 +640,7 @@ _closer: threading.Thread | None = None
 
 
 def _start_closer() -> None:
-    """Starts the thread that closes all followers at the end of the program, unless it
-    runs.
+    """Starts the thread that closes followers at the end, unless it runs.
 
     A daemon thread that runs torch while the interpreter ends would abort the process.
     The interpreter waits for the closer, which is no daemon, before it ends.

@@ -1,5 +1,7 @@
-"""Writes and reads a published full export: a program without rows, and its rows and
-dense tensors in safetensors.
+"""Writes and reads published full exports.
+
+A full export is a program without rows, and a file of safetensors with its rows and
+dense tensors.
 
 The second file is a delta that leads from the program to the model. So the program
 alone is unpickled.

@@ -1,5 +1,6 @@
-"""Compiles the program of a published model once, and gives it the rows and dense
-tensors of each full publication.
+"""The compiled program of a published model.
+
+It is compiled once, and gets the rows and dense tensors of each full publication.
 
 Compiling takes place in the thread that calls :meth:`Program.compile`, because
 TorchScript's classes and TorchRec's tracer belong to the whole process.
@@ -43,8 +44,9 @@ _KINDS = {
 
 
 class Program:
-    """A compiled model whose rows and dense tensors can be replaced by those of models
-    of the same structure.
+    """A compiled model whose rows and dense tensors can be replaced.
+
+    They are replaced by those of models of the same structure.
 
     Args:
         index: How the tables search ids, ``"hash"`` or ``"sorted"``.
@@ -71,8 +73,9 @@ class Program:
         return self._script
 
     def fits(self, served: nn.Module) -> bool:
-        """Returns whether the compiled model has the structure of a model, and the
-        constants of its code fit.
+        """Returns whether the compiled model fits a model.
+
+        Its structure is that of the model, and so are the constants of its code.
 
         Args:
             served: The result of :func:`torchrec_recstore.inference.scriptable` with
@@ -85,8 +88,7 @@ class Program:
         return _values_of(served, self._read_tensors) == self._read_values
 
     def compile(self, served: nn.Module) -> bool:
-        """Compiles a model in the place of the one that was compiled last, unless the
-        result would be the same.
+        """Compiles a model, unless the result would be the same as before.
 
         The result is the same if only attributes have changed that the compiled code
         does not depend on.
@@ -122,8 +124,9 @@ class Program:
         return True
 
     def load(self, served: nn.Module) -> torch.jit.ScriptModule:
-        """Replaces the rows, the dense tensors and the version of the compiled model,
-        and returns the model.
+        """Replaces the rows, the dense tensors and the version of the compiled model.
+
+        Returns the compiled model.
 
         Args:
             served: A model of the structure that :meth:`compile` has compiled last. The
@@ -152,8 +155,7 @@ class Program:
         return script
 
     def mapped_tables(self, rows: str) -> list[Any]:
-        """Returns the tables of the compiled model whose rows a process maps from the
-        file of the model.
+        """Returns the tables whose rows a process maps from the file of the model.
 
         Args:
             rows: Where a process has the rows, ``"memory"``, ``"mapped"`` or
@@ -169,9 +171,7 @@ class Program:
 
 
 def script_tables(script: torch.jit.ScriptModule) -> Iterator[tuple[str, Any]]:
-    """Yields the path and the module of each table of a compiled model, at each of its
-    paths.
-    """
+    """Yields each table of a compiled model with its path, for each of its paths."""
     for path, module in script.named_modules(remove_duplicate=False):
         if hasattr(module, "row_format"):
             yield path, module
@@ -185,8 +185,9 @@ def dense_tensor(script: torch.jit.ScriptModule, name: str) -> Tensor:
 
 
 def script_version(script: torch.jit.ScriptModule, dense: Sequence[str]) -> str:
-    """Returns the version of a compiled model with its present rows and dense tensors,
-    as ``verify`` computes it.
+    """Returns the version of a compiled model, as ``verify`` computes it.
+
+    It is that of the present rows and dense tensors.
 
     Args:
         script: The compiled model.
@@ -199,8 +200,9 @@ def script_version(script: torch.jit.ScriptModule, dense: Sequence[str]) -> str:
 
 
 def _code_of(script: torch.jit.ScriptModule, dense: Sequence[str]) -> object:
-    """Returns everything of a compiled model that :meth:`Program.load` does not
-    replace, in a form to be compared.
+    """Returns what :meth:`Program.load` does not replace of a compiled model.
+
+    The result can be compared.
     """
     methods: list[object] = []
     tables: list[object] = []

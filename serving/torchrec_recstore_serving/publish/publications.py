@@ -1,6 +1,4 @@
-"""The places where exports and deltas are published: a directory, or a stream on a
-Redis server.
-"""
+"""The places where exports and deltas are published, and a directory as one."""
 
 from __future__ import annotations
 
@@ -104,8 +102,9 @@ def is_same(latest: Latest | None, other: Latest | None) -> bool:
 
 
 def first_kept(latest: Latest, kind: Kind) -> int:
-    """Returns the least number whose file of this kind a follower may need: all from
-    the older full export on.
+    """Returns the least number whose file of this kind a follower may need.
+
+    It may need all from the older full export on.
     """
     older_full = latest.fulls[0]
     return older_full + 1 if kind == "delta" else older_full
@@ -115,8 +114,9 @@ class Publications(Protocol):
     """A place of publications. A publication appears with all of its files at once."""
 
     def claim(self, run: str) -> Latest | None:
-        """Makes this process the publisher of the place, and returns the newest
-        publication.
+        """Makes this process the publisher of the place.
+
+        Returns the newest publication.
 
         Raises:
             BlockingIOError: Another process publishes to the place.
@@ -134,8 +134,9 @@ class Publications(Protocol):
         publication: Publication,
         known_latest: Latest | None,
     ) -> Latest | None:
-        """Publishes the files at :meth:`path_of`, and deletes files that no follower
-        needs any more.
+        """Publishes the files at :meth:`path_of`.
+
+        Deletes files that no follower needs any more.
 
         Args:
             publication: The publication.
@@ -192,16 +193,15 @@ class Publications(Protocol):
         """Returns the name of a file of a publication, for messages."""
 
     def wait(self, number: int, seconds: float) -> None:
-        """Waits until there may be a publication after ``number``, but at most for
-        ``seconds``.
-        """
+        """Waits, at most for ``seconds``, until there may be a later publication."""
 
     def writers(self) -> Writers:
         """Returns who may write to the place."""
 
     def stop(self) -> None:
-        """Ends the waits and reads of other threads, which may then raise any error,
-        and all later waits.
+        """Ends the waits and reads of other threads, and all later waits.
+
+        The reads may then raise any error.
         """
 
     def close(self) -> None:
@@ -231,8 +231,9 @@ class Writers:
 
 
 def described(value: Publication | Latest, key: Key | None = None) -> str:
-    """Returns a publication or the state of a place as JSON, with a signature at its
-    end if there is a key.
+    """Returns a publication or the state of a place as JSON.
+
+    A signature is at its end if there is a key.
     """
     fields = dict(sorted(asdict(value).items()))
     if key is not None:
@@ -344,8 +345,9 @@ def _fields(text: str | bytes, location: object, key: Key | None) -> dict[str, A
 
 
 def _open_folder(folder: Path) -> Path | None:
-    """Returns the directory in which every user may replace the contents of a
-    directory: the directory itself or one around it.
+    """Returns the directory in which every user may replace the given one.
+
+    It is the directory itself or one around it.
     """
     if folder.stat().st_mode & stat.S_IWOTH:
         return folder

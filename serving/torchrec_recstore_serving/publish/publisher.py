@@ -50,8 +50,9 @@ _LONGEST_WAIT_S = 1.0
 
 
 class DeltaPublisher:
-    """Publishes a model while it is trained, for
-    :func:`torchrec_recstore.inference.follow`; also a context manager.
+    """Publishes a model while it is trained; also a context manager.
+
+    :func:`torchrec_recstore.inference.follow` follows it.
 
     The first :meth:`step` publishes a full export of the model. Later steps publish the
     changes since the publication before, if ``every_s`` has passed since then. The

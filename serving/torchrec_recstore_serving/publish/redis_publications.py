@@ -311,8 +311,7 @@ class RedisPublications:
         known_latest: Latest | None,
         description: str,
     ) -> bool:
-        """Runs a transaction on condition that the newest publication is the one that
-        this publisher knows.
+        """Runs a transaction if the newest publication is the one that is known.
 
         Returns:
             Whether it was run. If not, the server has lost data.

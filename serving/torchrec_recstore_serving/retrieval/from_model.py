@@ -1,5 +1,4 @@
-"""Makes the index of :class:`Retrieval` from a model, and writes it into a file of
-FAISS.
+"""Makes the index of :class:`Retrieval` from a model.
 
 Tests: tests/serving/retrieval/test_retrieval.py.
 """
@@ -33,8 +32,7 @@ def export_retrieval(
     dtype: torch.dtype = torch.int8,
     index: str = "hash",
 ) -> Retrieval:
-    """Makes an index of FAISS over the rows of a table, for the rows nearest to a
-    query.
+    """Makes an index of FAISS for the rows of a table that are nearest to a query.
 
     Collective if sharded.
 

@@ -1,5 +1,6 @@
-"""Finds the rows of a table whose vectors are nearest to a query: an index of FAISS
-that follows a served model.
+"""Finds the rows of a table whose vectors are nearest to a query.
+
+The index of FAISS follows a served model.
 
 Tests: tests/serving/retrieval/test_retrieval.py.
 """
@@ -96,8 +97,9 @@ class _Changes:
 
 
 class Retrieval:
-    """An index of FAISS over the rows of one table of a served model, for the rows
-    nearest to a query.
+    """An index of FAISS over the rows of one table of a served model.
+
+    It finds the rows that are nearest to a query.
 
     A vector of the index is the row of an id, or the output of a tower. Ids are any
     int64. A :class:`Follower` keeps the index up to date: it computes the vectors of

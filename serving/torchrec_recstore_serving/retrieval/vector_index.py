@@ -1,5 +1,4 @@
-"""An index of FAISS over vectors with ids, of which vectors can be replaced and
-removed.
+"""An index of FAISS over vectors with ids, which can be replaced and removed.
 
 Tests: tests/serving/retrieval/test_retrieval.py.
 """
@@ -36,8 +35,7 @@ def faiss() -> Any:
 
 
 def recall(ids: Tensor, exact_ids: Tensor) -> float:
-    """Returns the mean share of the ids of an exact search that another search has
-    found.
+    """Returns the mean share of the ids of an exact search that a search has found.
 
     Args:
         ids: (Q, k) int64. The ids that the search has found, without duplicates in a
@@ -153,8 +151,9 @@ class VectorIndex:
         return int(self.index.d)
 
     def is_worn(self, clusters: int, count: int) -> bool:
-        """Returns whether ``count`` vectors need new clusters: they are too few, or a
-        search reads too many.
+        """Returns whether ``count`` vectors need new clusters.
+
+        The clusters are too few, or a search reads too many.
         """
         too_few = _cluster_count(clusters, count) >= 2 * self.index.nlist
         too_many_probes = self.index.nprobe > 2 * self.probes_of_new
@@ -176,8 +175,9 @@ class VectorIndex:
         self._exchange_sample(vectors)
 
     def _exchange_sample(self, vectors: Tensor) -> None:
-        """Replaces vectors of the sample by new vectors, in proportion to their share
-        in the index.
+        """Replaces vectors of the sample by new vectors.
+
+        Their number is in proportion to their share in the index.
         """
         sample_size = len(self._sample)
         share = math.ceil(sample_size * len(vectors) / max(1, len(self)))
@@ -203,8 +203,9 @@ class VectorIndex:
         k: int,
         probes: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores and ids of the nearest vectors; see
-        :meth:`Retrieval.search`.
+        """Returns the scores and ids of the nearest vectors.
+
+        See :meth:`Retrieval.search`.
 
         Args:
             queries: (Q, D) float32.
