@@ -47,22 +47,21 @@ class Pace:
         self._step += 1
         return self._step >= self._next
 
-    def plan(self, now: float, seconds: float) -> None:
-        """Chooses the next step, about ``seconds`` after ``now``, which is in seconds
-        and the same on every rank.
+    def plan(self, unix_seconds: float, seconds: float) -> None:
+        """Chooses the next step, about ``seconds`` after the time ``unix_seconds``,
+        which is the same on every rank.
         """
         # It follows from the time of the steps since the last exchange, and is at most
         # twice as many steps away.
         steps = 1
         if self._last is not None:
-            made, passed = self._step - self._last[0], now - self._last[1]
-            most = min(2 * made, _MOST_STEPS)
-            steps = (
-                most
-                if passed * most <= seconds * made
-                else max(1, int(seconds * made / passed))
-            )
-        self._last = self._step, now
+            last_step, last_time = self._last
+            steps_since = self._step - last_step
+            seconds_since = unix_seconds - last_time
+            steps = min(2 * steps_since, _MOST_STEPS)
+            if seconds_since * steps > seconds * steps_since:
+                steps = max(1, int(seconds * steps_since / seconds_since))
+        self._last = self._step, unix_seconds
         self._next = self._step + (steps if seconds > 0 else 1)
 
 
@@ -73,7 +72,10 @@ class AgreedClock:
     """
 
     def __init__(
-        self, env: ShardingEnv, seconds: float, tables: Iterable[Table]
+        self,
+        env: ShardingEnv,
+        seconds: float,
+        tables: Iterable[Table],
     ) -> None:
         self._env = env
         self._interval = seconds / _PARTS
@@ -97,10 +99,10 @@ class AgreedClock:
         """See :meth:`begin_step`."""
         if not self._pace.begin_step():
             return
-        now = all_gathered(time.time(), self._env)[0]
-        self._pace.plan(now, self._interval)
+        unix_seconds = all_gathered(time.time(), self._env)[0]
+        self._pace.plan(unix_seconds, self._interval)
         for table in self._tables:
-            ops.table_follow_time(table.handle, round(now * 1e6))
+            ops.table_follow_time(table.handle, round(unix_seconds * 1e6))
 
 
 def _agree(handle: int, anchor: Tensor) -> None:
@@ -114,5 +116,7 @@ def _agree(handle: int, anchor: Tensor) -> None:
 
 
 register_python_op(
-    "agree_on_time(int clock, Tensor anchor) -> ()", _agree, lambda handle, anchor: None
+    "agree_on_time(int clock, Tensor anchor) -> ()",
+    _agree,
+    lambda handle, anchor: None,
 )

@@ -34,7 +34,11 @@ def get_recstore_sharders(
 
     Example::
 
-        sharders = get_recstore_sharders({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01})
+        fused_params = {
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "learning_rate": 0.01,
+        }
+        sharders = get_recstore_sharders(fused_params)
         model = DistributedModelParallel(model, sharders=sharders)
 
     Args:
@@ -62,7 +66,9 @@ def get_recstore_sharders(
     }
     bags = RecStoreSharder(_copy(fused_params), qcomm_codecs_registry, **arguments)
     sequences = RecStoreEmbeddingCollectionSharder(
-        _copy(fused_params), qcomm_codecs_registry, **arguments
+        _copy(fused_params),
+        qcomm_codecs_registry,
+        **arguments,
     )
     processed_bags = RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         bags, qcomm_codecs_registry

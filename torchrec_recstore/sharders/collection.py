@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Sequence, Set
-from contextlib import nullcontext
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
@@ -41,10 +40,10 @@ from torchrec_recstore.sharders.fused_params import (
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.kernel import (
     RecStoreKernel,
+    options_of_whole_table,
     placeholder_parameter,
     prepare_table,
     row_split,
-    whole_options,
 )
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.plan_change import ReshardableCollection
@@ -103,7 +102,10 @@ def _needed_parts(features: Any, uses_weights: bool) -> KeyedJaggedTensor:
     ops.check_integers(ids.dtype, features.keys())
     weights = None if drops_weights else features.weights_or_none()
     return _rebuilt(
-        features, ids.to(torch.int64), weights, features.inverse_indices_or_none()
+        features,
+        ids.to(torch.int64),
+        weights,
+        features.inverse_indices_or_none(),
     )
 
 
@@ -119,19 +121,16 @@ def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTenso
         return features
     if all(mixes):
         return _with_ids(features, ops.mix_ids(features.values(), False))
-    by_feature = zip(
-        features.values().split(features.length_per_key()), mixes, strict=True
-    )
-    return _with_ids(
-        features,
-        torch.cat([ops.mix_ids(ids, False) if mix else ids for ids, mix in by_feature]),
-    )
+    ids_by_feature = features.values().split(features.length_per_key())
+    mixed_ids = []
+    for ids, mix in zip(ids_by_feature, mixes, strict=True):
+        mixed_ids.append(ops.mix_ids(ids, False) if mix else ids)
+    return _with_ids(features, torch.cat(mixed_ids))
 
 
 def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTensor:
-    return _rebuilt(
-        features, ids, features.weights_or_none(), features.inverse_indices_or_none()
-    )
+    weights = features.weights_or_none()
+    return _rebuilt(features, ids, weights, features.inverse_indices_or_none())
 
 
 def _rebuilt(
@@ -161,18 +160,11 @@ def _in_order(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedT
     """
     by_name = features.to_dict()
     varies = features.variable_stride_per_key()
-    strides = (
-        dict(zip(features.keys(), features.stride_per_key_per_rank(), strict=True))
-        if varies
-        else {}
-    )
-    ranks = len(next(iter(strides.values()), []))
-    all_lengths = features.lengths()
-    empty_bags = torch.zeros(
-        0 if varies else features.stride(),
-        dtype=all_lengths.dtype,
-        device=all_lengths.device,
-    )
+    stride: int | None = None if varies else features.stride()
+    strides: list[list[int]] | None = None
+    if varies:
+        strides = _strides_in_order(features, names)
+    empty_bags = features.lengths().new_zeros(stride or 0)
     ids = []
     lengths = []
     weights = []
@@ -190,12 +182,23 @@ def _in_order(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedT
         values=torch.cat(ids),
         weights=torch.cat(weights) if weights else None,
         lengths=torch.cat(lengths),
-        stride=None if varies else features.stride(),
-        stride_per_key_per_rank=(
-            [strides.get(name, [0] * ranks) for name in names] if varies else None
-        ),
+        stride=stride,
+        stride_per_key_per_rank=strides,
         inverse_indices=features.inverse_indices_or_none(),
     )
+
+
+def _strides_in_order(
+    features: KeyedJaggedTensor, names: Sequence[str]
+) -> list[list[int]]:
+    """Returns the number of bags of each of the features ``names`` from each rank: 0
+    for features that the batch does not have.
+    """
+    in_batch = features.stride_per_key_per_rank()
+    by_name = dict(zip(features.keys(), in_batch, strict=True))
+    ranks = len(in_batch[0]) if in_batch else 0
+    no_bags = [0] * ranks
+    return [by_name.get(name, no_bags) for name in names]
 
 
 class RecStoreCollection(RefusesQuantization, ReshardableCollection):
@@ -259,7 +262,11 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         name.
         """
         names = set(self.recstore_table_names())
-        return {c.name: c.embedding_dim for c in self.table_configs if c.name in names}
+        return {
+            config.name: config.embedding_dim
+            for config in self.table_configs
+            if config.name in names
+        }
 
     def recstore_kernels(self) -> Iterator[RecStoreKernel]:
         """Yields RecStore's kernels on this rank."""
@@ -290,7 +297,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             for info in infos:
                 if info.param_sharding.compute_kernel == RECSTORE_KERNEL:
                     prepare_table(
-                        info.embedding_config, info.fused_params, sharding_type
+                        info.embedding_config,
+                        info.fused_params,
+                        sharding_type,
                     )
         return by_type
 
@@ -307,23 +316,23 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         """
         self._copies.check()
         features = _needed_parts(features, self._uses_weights())
-        first = self.awaits_first_batch
-        has_other_features = first or features.keys() != self._first_keys
-        # TorchRec's own error names no table, and leaves a half-made distribution
-        # behind (torchrec 1.8.0).
-        if has_other_features and (
-            lacking := missing_features(features.keys(), self.table_configs)
-        ):
-            raise ValueError(lacking)
-        if first:
+        is_first_batch = self.awaits_first_batch
+        has_new_features = is_first_batch or features.keys() != self._first_keys
+        if has_new_features:
+            # TorchRec's own error names no table, and leaves a half-made distribution
+            # behind (torchrec 1.8.0).
+            missing = missing_features(features.keys(), self.table_configs)
+            if missing:
+                raise ValueError(missing)
+        if is_first_batch:
             self._first_keys = list(features.keys())
-        elif has_other_features:
+        elif has_new_features:
             # TorchRec finds the features of all batches at the places that they have in
             # the first (torchrec 1.8.0).
             features = _in_order(features, self._first_keys)
         features = self._with_inverse_in_order(features)
         features = _mixed_ids(features, self._hashed_features())
-        if not first:
+        if not is_first_batch:
             return self._begin_batch(ctx, super().input_dist(ctx, features))
         # TorchRec checks the ids of the first batch against num_embeddings (torchrec
         # 1.8.0), which limits no ids here.
@@ -337,11 +346,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         if torch.compiler.is_compiling():
             return distributed
         if len(self._begun) >= _BEGUN_BATCHES:
-            self._begun = {
-                key: context
-                for key, context in self._begun.items()
-                if context() is not None
-            }
+            for key, context in list(self._begun.items()):
+                if context() is None:
+                    self._begun.pop(key, None)
         self._begun[id(ctx)] = weakref.ref(ctx)
         return distributed
 
@@ -373,20 +380,14 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         inverse = self._inverse_indices(features)
         if inverse is None or not features.variable_stride_per_key():
             return features
-        names = [
-            name
-            for sharding in self.shardings_in_order
-            for name in sharding.feature_names()
-        ]
+        names = self.features_in_order
         if inverse[0] != names:
             places = {name: place for place, name in enumerate(inverse[0])}
-            order = torch.tensor(
-                [places[name] for name in names], device=inverse[1].device
-            )
-            inverse = names, inverse[1].index_select(0, order)
-        return _rebuilt(
-            features, features.values(), features.weights_or_none(), inverse
-        )
+            order = [places[name] for name in names]
+            order_tensor = torch.tensor(order, device=inverse[1].device)
+            inverse = (names, inverse[1].index_select(0, order_tensor))
+        ids = features.values()
+        return _rebuilt(features, ids, features.weights_or_none(), inverse)
 
     def _inverse_indices(self, features: KeyedJaggedTensor) -> InverseIndices | None:
         """Returns the inverse indices of a batch, or None if it has none or the
@@ -403,13 +404,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             return None
         inverse: InverseIndices | None = features.inverse_indices_or_none()
         if inverse is None and varies:
-            names = list(
-                dict.fromkeys(
-                    name
-                    for config in self.table_configs
-                    for name in config.feature_names
-                )
-            )
+            names = self._names_of_features()
             strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
             needed_strides = {strides[name] for name in names}
             if len(needed_strides) == 1:
@@ -417,9 +412,17 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
                 inverse = names, examples.repeat(len(names), 1)
         if inverse is None:
             return None
-        if lacking := missing_features(inverse[0], self.table_configs):
-            raise ValueError(f"the inverse indices: {lacking}")
+        missing = missing_features(inverse[0], self.table_configs)
+        if missing:
+            raise ValueError(f"the inverse indices: {missing}")
         return inverse
+
+    def _names_of_features(self) -> list[str]:
+        """Returns the features of the tables, each once, in the order of the configs."""
+        names: dict[str, None] = {}
+        for config in self.table_configs:
+            names.update(dict.fromkeys(config.feature_names))
+        return list(names)
 
     def compute(self, ctx: Any, dist_input: Any) -> Any:
         """Looks up the batch, as TorchRec's method does, in a step of all ranks."""
@@ -484,29 +487,31 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         opens_stores = False
         for sharding_type, sharding in self.shardings_by_type():
             for table in _recstore_configs(sharding):
-                options = whole_options(table, table.fused_params)
+                options = options_of_whole_table(table, table.fused_params)
                 shard_options(options, row_split(sharding, sharding_type), table.name)
-                opens_stores |= (
-                    options.cold_store is not None or options.servers is not None
-                )
+                if options.cold_store is not None or options.servers is not None:
+                    opens_stores = True
+        if not opens_stores:
+            self._append_sharding_kernels()
+            return
         # One rank may fail to open a cold store, or to reach a server, that other ranks
         # can open or reach.
-        with refused_together(self.ranks_env) if opens_stores else nullcontext():
-            for sharding_type, sharding in self.shardings_by_type():
-                # Ranks without a table of the sharding have the same module, whose
-                # empty result has the right type.
-                kernels = {
-                    group.compute_kernel
-                    for group in grouped_configs_of_all_ranks(sharding)
-                }
-                if EmbeddingComputeKernel.CUSTOMIZED_KERNEL in kernels:
-                    self.sharding_kernels.append(
-                        self._sharding_kernels_type(
-                            sharding, sharding_type, self.stock_device
-                        )
-                    )
-                else:
-                    self.sharding_kernels.append(sharding.create_lookup())
+        with refused_together(self.ranks_env):
+            self._append_sharding_kernels()
+
+    def _append_sharding_kernels(self) -> None:
+        for sharding_type, sharding in self.shardings_by_type():
+            # Ranks without a table of the sharding have the same module, whose empty
+            # result has the right type.
+            groups = grouped_configs_of_all_ranks(sharding)
+            kernel_names = {group.compute_kernel for group in groups}
+            if EmbeddingComputeKernel.CUSTOMIZED_KERNEL in kernel_names:
+                kernels = self._sharding_kernels_type(
+                    sharding, sharding_type, self.stock_device
+                )
+            else:
+                kernels = sharding.create_lookup()
+            self.sharding_kernels.append(kernels)
 
     def register_tables(self) -> None:
         """Registers a parameter for each RecStore table, also for tables without a
@@ -530,58 +535,60 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         the RecStore tables.
         """
         states = self._table_states()
-        expiries = [state.options.expiry for state in states.values()]
-        seconds = [
-            each.seconds
-            for each in expiries
-            if each is not None and each.seconds is not None
-        ]
-        if seconds and self.ranks_env.world_size > 1:
+        expiry_seconds = []
+        for state in states.values():
+            expiry = state.options.expiry
+            if expiry is not None and expiry.seconds is not None:
+                expiry_seconds.append(expiry.seconds)
+        if expiry_seconds and self.ranks_env.world_size > 1:
             self._wall_clock = AgreedClock(
-                self.ranks_env, min(seconds), self.recstore_tables()
+                self.ranks_env,
+                min(expiry_seconds),
+                self.recstore_tables(),
             )
-        remote = {
-            name: dim
-            for name, dim in self.recstore_dims().items()
-            if name not in states
-        }
+        remote_dims = self.recstore_dims()
+        for name in states:
+            del remote_dims[name]
         self.recstore_state = ModuleState(
-            self._tables_name, states, self.ranks_env, self._copies, remote
+            container=self._tables_name,
+            tables=states,
+            env=self.ranks_env,
+            copies=self._copies,
+            remote=remote_dims,
         )
         self._register_state_dict_hook(self.recstore_state.add_rows)
         return self.recstore_state.optimizer_with_states(fused_optimizer)
 
     def _table_states(self) -> dict[str, RowState]:
         remote = self.remote_table_names()
-        shards: dict[str, list[LocalShard]] = {
-            name: [] for name in self.recstore_table_names() if name not in remote
-        }
+        shards_by_table: dict[str, list[LocalShard]] = {}
+        for name in self.recstore_table_names():
+            if name not in remote:
+                shards_by_table[name] = []
         for kernel in self.recstore_kernels():
-            names = [] if kernel.remote_tables else kernel.config.table_names()
+            if kernel.remote_tables:
+                continue
+            names = kernel.config.table_names()
             for name, shard in zip(names, kernel.shards, strict=True):
-                shards[name].append(shard)
-        states, dims = {}, self.recstore_dims()
+                shards_by_table[name].append(shard)
         # These are the configs of all tables, also of tables without a shard on this
         # rank.
-        configs = {
-            table.name: table
-            for sharding in self.shardings_in_order
-            for table in _recstore_configs(sharding)
-        }
-        for name, of_table in shards.items():
+        configs: dict[str, ShardedEmbeddingTable] = {}
+        for sharding in self.shardings_in_order:
+            for config in _recstore_configs(sharding):
+                configs[config.name] = config
+        states = {}
+        dims = self.recstore_dims()
+        for name, shards in shards_by_table.items():
             params = configs[name].fused_params
-            optimizer, options = (
-                optimizer_from_fused_params(params, [name]),
-                whole_options(configs[name], params),
-            )
             states[name] = RowState(
-                name,
-                dims[name],
-                of_table,
-                self.ranks_env,
-                optimizer,
-                options,
-                self._copies,
+                name=name,
+                dim=dims[name],
+                shards=shards,
+                env=self.ranks_env,
+                optimizer=optimizer_from_fused_params(params, [name]),
+                options=options_of_whole_table(configs[name], params),
+                copies=self._copies,
             )
         return states
 
@@ -627,25 +634,24 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
     def __repr__(self) -> str:
         """Returns the arguments that select how the tables are trained."""
         params = dict(self.fused_params or {})
-        own = {
-            "optimizer": params.pop(OPTIMIZER_KEY, None),
-            "accumulation_steps": params.pop(ACCUMULATION_KEY, None),
-        }
-        arguments = {"fused_params": params or None, **own}
-        shown = ", ".join(
-            f"{name}={value!r}"
-            for name, value in arguments.items()
-            if value is not None
-        )
-        return f"{type(self).__name__}({shown})"
+        optimizer = params.pop(OPTIMIZER_KEY, None)
+        accumulation_steps = params.pop(ACCUMULATION_KEY, None)
+        arguments = []
+        if params:
+            arguments.append(f"fused_params={params!r}")
+        if optimizer is not None:
+            arguments.append(f"optimizer={optimizer!r}")
+        if accumulation_steps is not None:
+            arguments.append(f"accumulation_steps={accumulation_steps!r}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     def with_stock_kernels(self: _Self) -> _Self:
         """Returns a copy that also offers TorchRec's kernels, for planners that choose
         the kernel by constraint.
         """
-        offer = copy.copy(self)
-        offer.offers_stock = True
-        return offer
+        offering = copy.copy(self)
+        offering.offers_stock = True
+        return offering
 
     def shard(
         self,
@@ -665,7 +671,12 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
                 in ``DMPCollection``.
         """
         kernels = {sharding.compute_kernel for sharding in params.values()}
-        stock, plan = deal_out(self, params, env, super().shardable_parameters(module))
+        stock_params, plan = deal_out(
+            self,
+            params,
+            env,
+            super().shardable_parameters(module),
+        )
         if RECSTORE_KERNEL in kernels and module.device != torch.device("meta"):
             warn_user(
                 "RecStore tables do not take the weights of the module that is sharded,"
@@ -673,16 +684,18 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
                 " TableOptions(initializer=...) for random initial rows, or"
                 " load_dense_weights for given rows"
             )
-        more = {
-            "fused_params": stock,
-            "qcomm_codecs_registry": self.qcomm_codecs_registry,
+        sharded: Any = self._sharded(
+            module,
+            plan,
+            env,
+            fused_params=stock_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
             **self.own_arguments(),
-        }
-        made: Any = self._sharded(
-            module, plan, env, device=device, module_fqn=module_fqn, **more
         )
-        made.source = (module, self)
-        return made
+        sharded.source = (module, self)
+        return sharded
 
     def own_arguments(self) -> dict[str, Any]:
         """Returns the arguments that only the sharded module of this sharder has."""
@@ -720,11 +733,13 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         """Returns RecStore's kernel if it supports the sharding type, and TorchRec's
         kernels if they are offered.
         """
-        kernels = [RECSTORE_KERNEL] if sharding_type in self._sharded._supported else []
-        if self.offers_stock and sharding_type in super().sharding_types(
-            compute_device_type
-        ):
-            kernels += super().compute_kernels(sharding_type, compute_device_type)
+        kernels = []
+        if sharding_type in self._sharded._supported:
+            kernels.append(RECSTORE_KERNEL)
+        if self.offers_stock:
+            stock_types = super().sharding_types(compute_device_type)
+            if sharding_type in stock_types:
+                kernels += super().compute_kernels(sharding_type, compute_device_type)
         return kernels
 
     @property

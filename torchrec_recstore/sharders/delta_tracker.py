@@ -55,11 +55,9 @@ def tracking(
     mode = tracking_mode(tracker)
     for group in groups:
         if group.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
-            _check(
-                mode,
-                optimizer_from_fused_params(group.fused_params, group.table_names()),
-                group.table_names(),
-            )
+            names = group.table_names()
+            optimizer = optimizer_from_fused_params(group.fused_params, names)
+            _check(mode, optimizer, names)
     if mode in _OF_SQUARES:
         tracker.get_latest = lambda: _latest(tracker)
 
@@ -77,13 +75,15 @@ def tracking(
             if name not in tracker.table_to_fqn or not len(ids):
                 continue
             states = rows
-            if mode == TrackingMode.MOMENTUM_LAST or mode in _OF_SQUARES:
-                states = _states(
-                    _shards(kernels, name), ids, squares=mode in _OF_SQUARES
-                )
+            squares = mode in _OF_SQUARES
+            if squares or mode == TrackingMode.MOMENTUM_LAST:
+                states = _states(_shards(kernels, name), ids, squares=squares)
             fqn = tracker.table_to_fqn[name]
             tracker.store.append(
-                batch_idx=tracker.curr_batch_idx, fqn=fqn, ids=ids, states=states
+                batch_idx=tracker.curr_batch_idx,
+                fqn=fqn,
+                ids=ids,
+                states=states,
             )
 
     return record_group
@@ -116,7 +116,10 @@ def _check(mode: TrackingMode, optimizer: Optimizer, names: Sequence[str]) -> No
 
 
 def _squares_name(optimizer: Optimizer) -> str:
-    return next((name for name in state_names(optimizer) if is_square(name)), "")
+    for name in state_names(optimizer):
+        if is_square(name):
+            return name
+    return ""
 
 
 def _states(shards: Sequence[Table], ids: Tensor, *, squares: bool) -> Tensor:
@@ -128,16 +131,17 @@ def _states(shards: Sequence[Table], ids: Tensor, *, squares: bool) -> Tensor:
     """
     kinds = state_names(shards[0].optimizer)
     name = _squares_name(shards[0].optimizer) if squares else next(iter(kinds))
-    distinct, places = torch.unique(ids.cpu(), return_inverse=True)
-    found = shards[0].contains(distinct)
-    parts = [shard.read_rows(distinct[found])[name] for shard in shards]
+    distinct_ids, places = torch.unique(ids.cpu(), return_inverse=True)
+    has_row = shards[0].contains(distinct_ids)
+    ids_with_row = distinct_ids[has_row]
+    parts = [shard.read_rows(ids_with_row)[name] for shard in shards]
     if kinds[name] == "row":
         state = column_weighted_mean(parts, [len(shard.columns) for shard in shards])
     else:
-        whole = torch.cat(parts, dim=1)
-        state = whole.mean(dim=1) if squares else whole.norm(dim=1)
-    states = torch.zeros(len(distinct), dtype=torch.float32)
-    states[found] = state
+        all_columns = torch.cat(parts, dim=1)
+        state = all_columns.mean(dim=1) if squares else all_columns.norm(dim=1)
+    states = torch.zeros(len(distinct_ids), dtype=torch.float32)
+    states[has_row] = state
     return states[places].to(ids.device)
 
 
@@ -151,29 +155,41 @@ def _looked_up(
     all shards), by table.
     """
     configs = kernel.config.embedding_tables
-    lengths = iter(features.length_per_key())
-    counts = [sum(next(lengths) for _ in config.feature_names) for config in configs]
-    by_table = torch.split(features.values(), counts)
+    lengths = features.length_per_key()
+    counts = []
+    first = 0
+    for config in configs:
+        end = first + len(config.feature_names)
+        counts.append(sum(lengths[first:end]))
+        first = end
+    local_ids_by_shard = torch.split(features.values(), counts)
     ids: dict[str, Tensor] = {}
-    for config, shard, local in zip(configs, kernel.shards, by_table, strict=True):
-        ids[config.name] = (
-            local
-            if shard.routing is None
-            else shard.routing.raw(local.cpu()).to(local.device)
-        )
+    for config, shard, local_ids in zip(
+        configs,
+        kernel.shards,
+        local_ids_by_shard,
+        strict=True,
+    ):
+        if shard.routing is None:
+            ids[config.name] = local_ids
+        else:
+            raw_ids = shard.routing.raw(local_ids.cpu())
+            ids[config.name] = raw_ids.to(local_ids.device)
     if mode != TrackingMode.EMBEDDING:
-        return {name: (of_table, None) for name, of_table in ids.items()}
-    rows: dict[str, list[Tensor]] = {name: [] for name in ids}
-    sizes = [
-        count * len(table.columns)
-        for count, table in zip(counts, kernel.tables, strict=True)
-    ]
-    by_shard = torch.split(embeddings.detach(), sizes)
-    for config, table, part in zip(configs, kernel.tables, by_shard, strict=True):
-        rows[config.name].append(part.view(-1, len(table.columns)))
-    return {
-        name: (of_table, torch.cat(rows[name], dim=1)) for name, of_table in ids.items()
-    }
+        return {name: (ids_of_table, None) for name, ids_of_table in ids.items()}
+    sizes = []
+    for count, table in zip(counts, kernel.tables, strict=True):
+        sizes.append(count * len(table.columns))
+    elements_by_shard = torch.split(embeddings.detach(), sizes)
+    columns: dict[str, list[Tensor]] = {name: [] for name in ids}
+    for config, table, elements in zip(
+        configs,
+        kernel.tables,
+        elements_by_shard,
+        strict=True,
+    ):
+        columns[config.name].append(elements.view(-1, len(table.columns)))
+    return {name: (ids[name], torch.cat(columns[name], dim=1)) for name in ids}
 
 
 def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:
@@ -181,12 +197,13 @@ def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:
 
     All of them belong to one sharding.
     """
-    shards = (
-        each
-        for kernel in kernels
-        for each in zip(kernel.config.embedding_tables, kernel.tables, strict=True)
-    )
-    return [table for config, table in shards if config.name == name]
+    shards = []
+    for kernel in kernels:
+        configs = kernel.config.embedding_tables
+        for config, table in zip(configs, kernel.tables, strict=True):
+            if config.name == name:
+                shards.append(table)
+    return shards
 
 
 def _latest(tracker: ModelDeltaTrackerTrec) -> dict[str, Any]:
@@ -195,26 +212,20 @@ def _latest(tracker: ModelDeltaTrackerTrec) -> dict[str, Any]:
     """
     latest: dict[str, Any] = {}
     for module in tracker.tracked_modules.values():
-        for kernels in module.sharding_kernels:
-            if isinstance(kernels, DistributedDataParallel):
+        for module_of_kernels in module.sharding_kernels:
+            if isinstance(module_of_kernels, DistributedDataParallel):
                 continue
-            ours = [
-                kernel
-                for kernel in kernels_of(kernels)
-                if isinstance(kernel, RecStoreKernel)
-            ]
-            for kernel in kernels_of(kernels):
-                states = (
-                    None
-                    if isinstance(kernel, RecStoreKernel)
-                    else optimizer_states(kernel)
-                )
+            kernels = kernels_of(module_of_kernels)
+            ours = [kernel for kernel in kernels if isinstance(kernel, RecStoreKernel)]
+            for kernel in kernels:
+                is_ours = isinstance(kernel, RecStoreKernel)
+                stock_states = None if is_ours else optimizer_states(kernel)
                 for place, config in enumerate(kernel.config.embedding_tables):
                     fqn = tracker.table_to_fqn.get(config.name)
-                    if fqn is not None:
-                        latest[fqn] = (
-                            _SquaresById(_shards(ours, config.name))
-                            if states is None
-                            else states[place][0]
-                        )
+                    if fqn is None:
+                        continue
+                    if stock_states is None:
+                        latest[fqn] = _SquaresById(_shards(ours, config.name))
+                    else:
+                        latest[fqn] = stock_states[place][0]
     return latest

@@ -54,54 +54,58 @@ _OPTIMIZERS = {name: kind for kind, names in _NAMES.items() for name in names}
 # The keys that this module reads. If the selected optimizer does not have an argument,
 # it is ignored, as in FBGEMM.
 _READ = {
-    *(
-        ACCUMULATION_KEY,
-        OPTIONS_KEY,
-        OPTIMIZER_KEY,
-        "optimizer",
-        "learning_rate",
-        "lr",
-        "eps",
-        "eta",
-    ),
-    *(
-        "beta1",
-        "beta2",
-        "betas",
-        "weight_decay_mode",
-        "gradient_clipping",
-        "max_gradient",
-        "max_gradient_norm",
-    ),
-    *("optimizer_state_dtypes", "state_dtype", "output_dtype", "stochastic_rounding"),
+    ACCUMULATION_KEY,
+    OPTIONS_KEY,
+    OPTIMIZER_KEY,
+    "optimizer",
+    "learning_rate",
+    "lr",
+    "eps",
+    "eta",
+    "beta1",
+    "beta2",
+    "betas",
+    "weight_decay_mode",
+    "gradient_clipping",
+    "max_gradient",
+    "max_gradient_norm",
+    "optimizer_state_dtypes",
+    "state_dtype",
+    "output_dtype",
+    "stochastic_rounding",
 }
 
 # The keys that cannot change the results of a RecStore table, whatever their value.
 _IGNORED = {
     # Where FBGEMM keeps rows on an accelerator, and how it moves them. RecStore's rows
     # are in host memory.
-    *(
-        "cache_algorithm",
-        "cache_load_factor",
-        "cache_sets",
-        "cache_reserved_memory",
-        "cache_precision",
-        "enforce_hbm",
-    ),
-    *(
-        "gather_uvm_cache_stats",
-        "multipass_prefetch_config",
-        "prefetch_pipeline",
-        "record_cache_metrics",
-    ),
-    *("stats_reporter_config", "uvm_host_mapped", "uvm_non_rowwise_momentum"),
+    "cache_algorithm",
+    "cache_load_factor",
+    "cache_sets",
+    "cache_reserved_memory",
+    "cache_precision",
+    "enforce_hbm",
+    "gather_uvm_cache_stats",
+    "multipass_prefetch_config",
+    "prefetch_pipeline",
+    "record_cache_metrics",
+    "stats_reporter_config",
+    "uvm_host_mapped",
+    "uvm_non_rowwise_momentum",
     # Every int64 is a valid id, and ids are never converted to a smaller type.
-    *("bounds_check_mode", "embedding_table_index_type", "embedding_table_offset_type"),
+    "bounds_check_mode",
+    "embedding_table_index_type",
+    "embedding_table_offset_type",
     # These keys select one of several kernels that compute the same results.
-    *("_batch_key", "use_experimental_tbe", "use_one_tbe_per_table"),
+    "_batch_key",
+    "use_experimental_tbe",
+    "use_one_tbe_per_table",
     # These keys select one of several ways in which torch.optim computes the same
     # results.
-    *("capturable", "differentiable", "foreach", "fused"),
+    "capturable",
+    "differentiable",
+    "foreach",
+    "fused",
 }
 
 # FBGEMM silently ignores these keys if the selected optimizer does not have them.
@@ -116,19 +120,19 @@ _NEUTRAL_UNLESS_READ: dict[str, object] = {
 # The keys that would change the results. RecStore does not support them and accepts
 # only values without effect.
 _NEUTRAL: dict[str, object] = {
-    **dict.fromkeys(
-        (
-            "counter_based_regularization",
-            "cowclip_regularization",
-            "emainplace_mode",
-            "ensemble_mode",
-        )
-    ),
-    **dict.fromkeys(("extra_optimizer_config", "global_weight_decay")),
-    **dict.fromkeys(("dampening", "initial_accumulator_value", "lr_decay"), 0.0),
-    **dict.fromkeys(
-        ("amsgrad", "enable_raw_embedding_streaming", "maximize", "nesterov"), False
-    ),
+    "counter_based_regularization": None,
+    "cowclip_regularization": None,
+    "emainplace_mode": None,
+    "ensemble_mode": None,
+    "extra_optimizer_config": None,
+    "global_weight_decay": None,
+    "dampening": 0.0,
+    "initial_accumulator_value": 0.0,
+    "lr_decay": 0.0,
+    "amsgrad": False,
+    "enable_raw_embedding_streaming": False,
+    "maximize": False,
+    "nesterov": False,
     "weights_precision": SparseType.FP32,
 }
 
@@ -137,9 +141,14 @@ _NEUTRAL: dict[str, object] = {
 # (torchrec 1.8.0).
 STATE_KEYS = ("state_dtype", "optimizer_state_dtypes")
 
+# FBGEMM's names of an optimizer's states.
+_MOMENTA = {"momentum1", "momentum2"}
+
 _STATE_DTYPES = {
-    **dict.fromkeys((torch.float32, SparseType.FP32), torch.float32),
-    **dict.fromkeys((torch.float16, SparseType.FP16), torch.float16),
+    torch.float32: torch.float32,
+    SparseType.FP32: torch.float32,
+    torch.float16: torch.float16,
+    SparseType.FP16: torch.float16,
 }
 _OUTPUT_DTYPES = {
     SparseType.FP32: torch.float32,
@@ -182,11 +191,9 @@ def carried_options(fused_params: Mapping[str, Any] | None) -> CarriedOptions:
     default options without a name.
     """
     carried = (fused_params or {}).get(OPTIONS_KEY)
-    return (
-        carried
-        if isinstance(carried, CarriedOptions)
-        else CarriedOptions(TableOptions())
-    )
+    if isinstance(carried, CarriedOptions):
+        return carried
+    return CarriedOptions(TableOptions())
 
 
 def table_options(fused_params: Mapping[str, Any] | None) -> TableOptions:
@@ -213,16 +220,16 @@ def stochastic_rounding(
     Raises ValueError, which names the tables, for another value than a bool, or False
     for 8-bit rows.
     """
-    asked = (fused_params or {}).get("stochastic_rounding", dtype is torch.int8)
-    where = f"{_where(table_names)}: fused_params['stochastic_rounding']"
-    if not isinstance(asked, bool):
-        raise ValueError(f"{where} must be a bool, got {asked!r}")
-    if dtype is torch.int8 and not asked:
+    rounding = (fused_params or {}).get("stochastic_rounding", dtype is torch.int8)
+    subject = f"{_subject(table_names)}: fused_params['stochastic_rounding']"
+    if not isinstance(rounding, bool):
+        raise ValueError(f"{subject} must be a bool, got {rounding!r}")
+    if dtype is torch.int8 and not rounding:
         raise ValueError(
-            f"{where} = False is not supported for data_type INT8, because small"
+            f"{subject} = False is not supported for data_type INT8, because small"
             " updates would be lost: leave it out"
         )
-    return asked
+    return rounding
 
 
 def state_dtype(
@@ -236,54 +243,49 @@ def state_dtype(
     Raises ValueError, which names the tables, if the keys disagree.
     """
     params = dict(fused_params or {})
-    where = _where(table_names)
-    own = _one_state_dtype(params.get("state_dtype"), "['state_dtype']", where)
+    subject = _subject(table_names)
+    of_all_states = _one_state_dtype(
+        params.get("state_dtype"),
+        "['state_dtype']",
+        subject,
+    )
     by_state = params.get("optimizer_state_dtypes")
     if not by_state:
-        return own or torch.float32
-    named = f"fused_params['optimizer_state_dtypes'] = {by_state!r}"
-    names = [
-        f"momentum{i + 1}"
-        for i in range(
-            len(state_names(optimizer_from_fused_params(params, table_names)))
-        )
-    ]
-    if not isinstance(by_state, Mapping) or not set(by_state) <= {
-        "momentum1",
-        "momentum2",
-    }:
+        return of_all_states or torch.float32
+    setting = f"fused_params['optimizer_state_dtypes'] = {by_state!r}"
+    states = state_names(optimizer_from_fused_params(params, table_names))
+    names = [f"momentum{number}" for number in range(1, len(states) + 1)]
+    if not isinstance(by_state, Mapping) or not set(by_state) <= _MOMENTA:
         raise ValueError(
-            f"{where}: {named} must map 'momentum1' and 'momentum2' to data types"
+            f"{subject}: {setting} must map 'momentum1' and 'momentum2' to data types"
         )
-    found = {
-        _one_state_dtype(
-            by_state.get(name), f"['optimizer_state_dtypes'][{name!r}]", where
-        )
-        or torch.float32
-        for name in {*names, *by_state}
-    }
-    if len(found) > 1:
+    dtypes: set[torch.dtype] = set()
+    for name in {*names, *by_state}:
+        key = f"['optimizer_state_dtypes'][{name!r}]"
+        dtype = _one_state_dtype(by_state.get(name), key, subject)
+        dtypes.add(dtype or torch.float32)
+    if len(dtypes) > 1:
         raise ValueError(
-            f"{where}: {named} is not supported, because all states of a table have one"
-            f" data type: name each of {', '.join(names)} with the same"
+            f"{subject}: {setting} is not supported, because all states of a table have"
+            f" one data type: name each of {', '.join(names)} with the same"
         )
-    [theirs] = found
-    if own is not None and own != theirs:
+    dtype_by_state = dtypes.pop()
+    if of_all_states is not None and of_all_states != dtype_by_state:
         raise ValueError(
-            f"{where}: fused_params['state_dtype'] = {params['state_dtype']!r}"
-            f" disagrees with {named}"
+            f"{subject}: fused_params['state_dtype'] = {params['state_dtype']!r}"
+            f" disagrees with {setting}"
         )
-    return theirs
+    return dtype_by_state
 
 
-def _one_state_dtype(asked: object, key: str, where: str) -> torch.dtype | None:
-    if asked is None:
+def _one_state_dtype(value: object, key: str, subject: str) -> torch.dtype | None:
+    if value is None:
         return None
     try:
-        return _STATE_DTYPES[asked]
+        return _STATE_DTYPES[value]
     except (KeyError, TypeError):
         raise ValueError(
-            f"{where}: fused_params{key} = {asked!r} is not supported: only float32 and"
+            f"{subject}: fused_params{key} = {value!r} is not supported: only float32 and"
             " float16 are"
         ) from None
 
@@ -295,22 +297,20 @@ def output_dtype(
 
     Raises ValueError if it is not FP32, the default, FP16 or BF16.
     """
-    asked = (fused_params or {}).get("output_dtype", SparseType.FP32)
-    if asked not in _OUTPUT_DTYPES:
+    dtype = (fused_params or {}).get("output_dtype", SparseType.FP32)
+    if dtype not in _OUTPUT_DTYPES:
         names = ", ".join(kind.name for kind in _OUTPUT_DTYPES)
         raise ValueError(
-            f"{_where(table_names)}: fused_params['output_dtype'] = {asked!r} is not"
+            f"{_subject(table_names)}: fused_params['output_dtype'] = {dtype!r} is not"
             f" supported (only {names} are)"
         )
-    return _OUTPUT_DTYPES[asked]
+    return _OUTPUT_DTYPES[dtype]
 
 
-def _where(table_names: Sequence[str]) -> str:
-    return (
-        f"RecStore table(s) {', '.join(map(repr, table_names))}"
-        if table_names
-        else "the sharder"
-    )
+def _subject(table_names: Sequence[str]) -> str:
+    if not table_names:
+        return "the sharder"
+    return f"RecStore table(s) {', '.join(map(repr, table_names))}"
 
 
 def optimizer_from_fused_params(
@@ -327,106 +327,105 @@ def optimizer_from_fused_params(
     weight decay of Adam is decoupled, also that of torch.optim.Adam.
     """
     params = dict(fused_params or {})
-    where = _where(table_names)
-    own: Optimizer | None = params.get(OPTIMIZER_KEY)
+    subject = _subject(table_names)
+    of_sharder: Optimizer | None = params.get(OPTIMIZER_KEY)
     selected = params.get("optimizer")
-    kind = (
-        _OPTIMIZERS.get(selected)
-        if selected is not None
-        else optim.SGD
-        if own is None
-        else type(own)
-    )
+    kind: type[Optimizer] | None = optim.SGD
+    if selected is not None:
+        kind = _OPTIMIZERS.get(selected)
+    elif of_sharder is not None:
+        kind = type(of_sharder)
     if kind is None:
         supported = ", ".join(
             str(name) for name in _OPTIMIZERS if isinstance(name, EmbOptimType)
         )
         raise ValueError(
-            f"{where}: optimizer {selected} is not supported; supported are {supported}"
+            f"{subject}: optimizer {selected} is not supported; supported are {supported}"
         )
-    if own is not None and kind is not type(own):
-        raise ValueError(
-            f"{where}: optimizer={own!r} {_DISAGREES} optimizer {selected} {_ELSEWHERE}"
-        )
-    read = _read(params, kind() if own is None else own, where)
-    if own is not None and read != own:
-        raise ValueError(
-            f"{where}: optimizer={own!r} {_DISAGREES} {read!r} {_ELSEWHERE}"
-        )
+    if of_sharder is None:
+        optimizer = _read(params, kind(), subject)
+    else:
+        argument = f"optimizer={of_sharder!r}"
+        if kind is not type(of_sharder):
+            raise ValueError(
+                f"{subject}: {argument} {_DISAGREES} optimizer {selected} {_ELSEWHERE}"
+            )
+        optimizer = _read(params, of_sharder, subject)
+        if optimizer != of_sharder:
+            raise ValueError(
+                f"{subject}: {argument} {_DISAGREES} {optimizer!r} {_ELSEWHERE}"
+            )
     options = table_options(params)
     # The optimizer of a table on servers belongs to those who train it.
-    return (
-        optim.without_state(read)
-        if options.frozen and options.servers is None
-        else read
-    )
+    if options.frozen and options.servers is None:
+        return optim.without_state(optimizer)
+    return optimizer
 
 
-def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimizer:
+def _read(params: Mapping[str, Any], default: Optimizer, subject: str) -> Optimizer:
     """Returns ``default`` with the arguments in ``params``."""
-    known = {field.name for field in fields(default)}
-    _check_keys(params, known, where)
-    given: dict[str, Any] = {}
+    arguments = {field.name for field in fields(default)}
+    _check_keys(params, arguments, subject)
+    values: dict[str, Any] = {}
     # The last key takes precedence, as in TorchRec.
     for key in ("lr", "learning_rate"):
         if params.get(key) is not None:
-            given["lr"] = _number(params, key, where)
-    for key in known & {"eps", "weight_decay", "momentum", "eta"} & set(params):
-        given[key] = _number(params, key, where)
+            values["lr"] = _number(params, key, subject)
+    for key in ("eps", "weight_decay", "momentum", "eta"):
+        if key in arguments and key in params:
+            values[key] = _number(params, key, subject)
     if params.get("max_norm"):
-        given["max_norm"] = _number(params, "max_norm", where)
+        values["max_norm"] = _number(params, "max_norm", subject)
     if params.get("max_gradient_norm") is not None:
-        given["max_gradient_norm"] = _number(params, "max_gradient_norm", where)
+        values["max_gradient_norm"] = _number(params, "max_gradient_norm", subject)
     if params.get("gradient_clipping"):
-        given["max_gradient"] = _number(
-            {"max_gradient": 1.0, **params}, "max_gradient", where
-        )
+        clipping = {"max_gradient": 1.0, **params}
+        values["max_gradient"] = _number(clipping, "max_gradient", subject)
     if isinstance(default, optim.Adam):
-        given["betas"] = _betas(params, default.betas, where)
-    mode = _weight_decay_mode(params, default, where)
+        values["betas"] = _betas(params, default.betas, subject)
+    mode = _weight_decay_mode(params, default, subject)
     if mode is not None:
-        given["weight_decay_mode"] = mode
+        values["weight_decay_mode"] = mode
     try:
-        return replace(default, **given)
+        return replace(default, **values)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{subject}: {error}") from error
 
 
-def _number(params: Mapping[str, Any], key: str, where: str) -> float:
+def _number(params: Mapping[str, Any], key: str, subject: str) -> float:
     try:
         return float(params[key])
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{where}: fused_params[{key!r}] must be a number, got {params[key]!r}"
+            f"{subject}: fused_params[{key!r}] must be a number, got {params[key]!r}"
         ) from error
 
 
-def _check_keys(params: Mapping[str, Any], known: Set[str], where: str) -> None:
-    accepted = _READ | _IGNORED | (known & _NEUTRAL_UNLESS_READ.keys())
-    neutrals = {**_NEUTRAL, **_NEUTRAL_UNLESS_READ}
+def _check_keys(params: Mapping[str, Any], arguments: Set[str], subject: str) -> None:
+    accepted = _READ | _IGNORED | (arguments & _NEUTRAL_UNLESS_READ.keys())
+    neutral_values = {**_NEUTRAL, **_NEUTRAL_UNLESS_READ}
     for key, value in params.items():
         # TorchRec adds the latter keys for inference.
         if key in accepted or key.startswith("__register_"):
             continue
-        if key not in neutrals:
-            raise ValueError(f"{where}: unknown key {key!r} in fused_params")
-        neutral = neutrals[key]
-        if (
-            value is not None
-            and value != neutral
-            and not (neutral is None and value == {})
-        ):
+        if key not in neutral_values:
+            raise ValueError(f"{subject}: unknown key {key!r} in fused_params")
+        neutral = neutral_values[key]
+        is_empty = neutral is None and value == {}
+        if value is not None and value != neutral and not is_empty:
             raise ValueError(
-                f"{where}: fused_params[{key!r}] = {value!r} is not supported (only"
+                f"{subject}: fused_params[{key!r}] = {value!r} is not supported (only"
                 f" {neutral!r} is)"
             )
 
 
 def _betas(
-    params: Mapping[str, Any], default: tuple[float, float], where: str
+    params: Mapping[str, Any],
+    default: tuple[float, float],
+    subject: str,
 ) -> tuple[float, float]:
     merged = {"beta1": default[0], "beta2": default[1], **params}
-    single = (_number(merged, "beta1", where), _number(merged, "beta2", where))
+    single = (_number(merged, "beta1", subject), _number(merged, "beta2", subject))
     if "betas" not in params:
         return single
     try:
@@ -434,17 +433,19 @@ def _betas(
         betas = (float(first), float(second))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{where}: betas must be two numbers, got {params['betas']!r}"
+            f"{subject}: betas must be two numbers, got {params['betas']!r}"
         ) from error
     if ("beta1" in params or "beta2" in params) and betas != single:
         raise ValueError(
-            f"{where}: betas={betas} disagrees with beta1 and beta2, which are {single}"
+            f"{subject}: betas={betas} disagrees with beta1 and beta2, which are {single}"
         )
     return betas
 
 
 def _weight_decay_mode(
-    params: Mapping[str, Any], optimizer: Optimizer, where: str
+    params: Mapping[str, Any],
+    optimizer: Optimizer,
+    subject: str,
 ) -> str | None:
     if "weight_decay_mode" not in params:
         return None
@@ -460,7 +461,7 @@ def _weight_decay_mode(
     if mode not in allowed:
         names = " and ".join(allowed_mode.name for allowed_mode in allowed)
         raise ValueError(
-            f"{where}: fused_params['weight_decay_mode'] = {mode} is not supported for"
+            f"{subject}: fused_params['weight_decay_mode'] = {mode} is not supported for"
             f" {type(optimizer).__name__} (only {names} are)"
         )
     return allowed[mode] if isinstance(optimizer, optim.Adagrad) else None

@@ -42,7 +42,9 @@ def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
 
 
 def _through_first_rank(
-    values: list[_T], value: _T, group: dist.ProcessGroup
+    values: list[_T],
+    value: _T,
+    group: dist.ProcessGroup,
 ) -> list[_T]:
     # gloo's own all_gather is a ring: a rank that is not next to the dead rank waits
     # for 30 minutes (torch 2.13).
@@ -64,9 +66,8 @@ def _through_first_rank(
     for rank in living:
         try:
             _send(values if died is None else died, group, rank)
-        except (
-            RuntimeError
-        ) as error:  # The remaining ranks get the error now or in the next call.
+        except RuntimeError as error:
+            # The remaining ranks get the error now or in the next call.
             died = RuntimeError(f"rank {rank}: {error}")
     if died is not None:
         raise died
@@ -94,20 +95,17 @@ def refused_together(env: ShardingEnv) -> Iterator[None]:
 
     Collective.
     """
-    error: Exception | None = None
+    local_error: Exception | None = None
     try:
         yield
-    except Exception as refused:
-        error = refused
-    for first in all_gathered(picklable(error), env):
-        if (
-            first is not None
-            and error is not None
-            and (first is error or str(first) == str(error))
-        ):
-            raise error  # It has the traceback of this rank.
-        if first is not None:
-            raise first from error
+    except Exception as error:
+        local_error = error
+    for first_error in all_gathered(picklable(local_error), env):
+        if first_error is None:
+            continue
+        if local_error is not None and str(first_error) == str(local_error):
+            raise local_error  # It has the traceback of this rank.
+        raise first_error from local_error
 
 
 def picklable(error: Exception | None) -> Exception | None:

@@ -89,9 +89,8 @@ def row_split(sharding: Sharding, sharding_type: str) -> tuple[int, int] | None:
     None if rows are not split.
     """
     if sharding_type == ShardingType.ROW_WISE.value:
-        return dist.get_world_size(process_group(sharding)), dist.get_rank(
-            process_group(sharding)
-        )
+        group = process_group(sharding)
+        return dist.get_world_size(group), dist.get_rank(group)
     if sharding_type in IN_NODE:
         return split_in_node(sharding)
     return None
@@ -106,15 +105,11 @@ def _routing_of(
     if split is None:
         return None
     ranks, rank = split
-    # The block of RwSparseFeaturesDist and TwRwSparseFeaturesDist, torchrec 1.8.0:
-    # ceil(num_embeddings / ranks).
-    block_rows = -(-table.num_embeddings // ranks)
-    return BlockRouting(
-        block_rows,
-        ranks,
-        rank,
-        mixed=table_options(table.fused_params).routing == "hash",
-    )
+    # The block of RwSparseFeaturesDist and TwRwSparseFeaturesDist, torchrec 1.8.0.
+    # math.ceil would round large numbers to float64.
+    ceil_of_quotient = -(-table.num_embeddings // ranks)
+    is_hashed = table_options(table.fused_params).routing == "hash"
+    return BlockRouting(ceil_of_quotient, ranks, rank, mixed=is_hashed)
 
 
 def prepare_table(
@@ -141,27 +136,24 @@ def prepare_table(
 def _check_remote(
     config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None
 ) -> None:
-    where = f"RecStore table {config.name!r} is on servers, which do not support"
+    refusal = f"RecStore table {config.name!r} is on servers, which do not support"
     dtype = ROW_DTYPES[config.data_type]
     if state_dtype(fused_params, [config.name]) is not torch.float32:
         raise ValueError(
-            f"{where} optimizer state in float16: leave it out of fused_params"
+            f"{refusal} optimizer state in float16: leave it out of fused_params"
         )
-    if (
-        stochastic_rounding(fused_params, [config.name], dtype)
-        and dtype is not torch.int8
-    ):
+    rounds = stochastic_rounding(fused_params, [config.name], dtype)
+    if rounds and dtype is not torch.int8:
         raise ValueError(
-            f"{where} stochastic_rounding of {dtype} rows: leave it out of fused_params"
+            f"{refusal} stochastic_rounding of {dtype} rows: leave it out of"
+            " fused_params"
         )
-    if accumulation_steps(fused_params) > 1:
-        raise ValueError(
-            f"{where} accumulation_steps={accumulation_steps(fused_params)}: leave"
-            " it out"
-        )
+    steps = accumulation_steps(fused_params)
+    if steps > 1:
+        raise ValueError(f"{refusal} accumulation_steps={steps}: leave it out")
 
 
-def whole_options(
+def options_of_whole_table(
     config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None
 ) -> TableOptions:
     """Returns the options of the whole table, with the initializer of its config if the
@@ -176,19 +168,19 @@ def _remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> Remote
 
     Raises the errors of the client.
     """
-    options, dtype = (
-        whole_options(config, config.fused_params),
-        ROW_DTYPES[config.data_type],
-    )
+    options = options_of_whole_table(config, config.fused_params)
     servers = options.servers
     assert servers is not None
-    name = carried_options(config.fused_params).row_name or config.name
-    shape = (config.num_embeddings, config.embedding_dim)
     client = plugin("client")(servers)
     # Other models may train the table that this one only reads.
-    of_servers = replace(options, servers=None, frozen=False)
+    server_options = replace(options, servers=None, frozen=False)
     table: RemoteTable = client.table(
-        name, shape, dtype, optimizer, of_servers, servers.staleness
+        carried_options(config.fused_params).row_name or config.name,
+        (config.num_embeddings, config.embedding_dim),
+        ROW_DTYPES[config.data_type],
+        optimizer,
+        server_options,
+        servers.staleness,
     )
     return table
 
@@ -199,22 +191,21 @@ def _make_shard(
     split: tuple[int, int] | None,
     rank: int,
 ) -> LocalShard:
-    dtype, routing = ROW_DTYPES[config.data_type], _routing_of(config, split)
+    params = config.fused_params
+    dtype = ROW_DTYPES[config.data_type]
+    routing = _routing_of(config, split)
+    whole_table = options_of_whole_table(config, params)
     table = Table(
         config.embedding_dim,
         dtype=dtype,
         optimizer=optimizer,
-        options=shard_options(
-            whole_options(config, config.fused_params), split, config.name
-        ),
-        name=carried_options(config.fused_params).row_name or config.name,
+        options=shard_options(whole_table, split, config.name),
+        name=carried_options(params).row_name or config.name,
         columns=_columns(config),
         shard=rank,
         owned=None if routing is None else routing.owned,
-        stochastic_rounding=stochastic_rounding(
-            config.fused_params, [config.name], dtype
-        ),
-        state_dtype=state_dtype(config.fused_params, [config.name]),
+        stochastic_rounding=stochastic_rounding(params, [config.name], dtype),
+        state_dtype=state_dtype(params, [config.name]),
     )
     return LocalShard(table, routing)
 
@@ -236,14 +227,17 @@ def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
     features the same number of bags.
     """
     counts = torch.tensor(bags)
-    first = counts.cumsum(0) - counts
-    within = torch.minimum(torch.arange(max(bags))[None], counts[:, None])
-    taken = (first[:, None] + within).view(-1)
-    return offsets[torch.cat([taken, counts.sum()[None]])]
+    first_bags = counts.cumsum(0) - counts
+    # A bag after a feature's last one begins where that one ends, so that it is empty.
+    bags_in_feature = torch.minimum(torch.arange(max(bags))[None], counts[:, None])
+    positions = (first_bags[:, None] + bags_in_feature).view(-1)
+    return offsets[torch.cat([positions, counts.sum()[None]])]
 
 
 def _rank_major(
-    pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence[int]
+    pooled: Tensor,
+    bags: Sequence[Sequence[int]],
+    columns: Sequence[int],
 ) -> Tensor:
     """Returns pooled rows as TorchRec's output distribution expects them for variable
     batch sizes (torchrec 1.8.0).
@@ -251,15 +245,15 @@ def _rank_major(
     ``bags`` are those of each feature from each rank; ``columns`` are those of each
     feature.
     """
-    by_feature = [
-        torch.split(block[: sum(from_ranks)], list(from_ranks))
-        for block, from_ranks in zip(
-            torch.split(pooled, list(columns), dim=1), bags, strict=True
-        )
-    ]
-    return torch.cat(
-        [part.reshape(-1) for rank in zip(*by_feature, strict=True) for part in rank]
-    )
+    blocks = torch.split(pooled, list(columns), dim=1)
+    parts_by_feature = []
+    for block, from_ranks in zip(blocks, bags, strict=True):
+        rows = block[: sum(from_ranks)]
+        parts_by_feature.append(torch.split(rows, list(from_ranks)))
+    rank_major = []
+    for parts_of_rank in zip(*parts_by_feature, strict=True):
+        rank_major += [part.reshape(-1) for part in parts_of_rank]
+    return torch.cat(rank_major)
 
 
 class _ShardedParameter(TableParameter):
@@ -273,10 +267,11 @@ class _ShardedParameter(TableParameter):
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         if requires_grad is self.frozen:
-            now, then = ("frozen", "trained") if self.frozen else ("trained", "frozen")
+            actual = "frozen" if self.frozen else "trained"
+            requested = "trained" if self.frozen else "frozen"
             raise RuntimeError(
-                f"RecStore table {self.table!r} is {now}, and a sharded table cannot"
-                f" become {then}: set TableOptions(frozen={not self.frozen}) in its"
+                f"RecStore table {self.table!r} is {actual}, and a sharded table cannot"
+                f" become {requested}: set TableOptions(frozen={not self.frozen}) in its"
                 f" constraint, or requires_grad_({requires_grad}) of its weight before"
                 " it is sharded, and load a checkpoint into the new model"
             )
@@ -322,11 +317,10 @@ class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
         as FBGEMM's kernels do.
         """
         ops.finish_updates()
-        for shard in (
-            shard for state in self.state.values() for shard in state["rows"].shards
-        ):
-            with ops.native_errors(f"table {shard.table.name!r}"):
-                ops.table_set_optimizer_steps(shard.table.handle, step)
+        for state in self.state.values():
+            for shard in state["rows"].shards:
+                with ops.native_errors(f"table {shard.table.name!r}"):
+                    ops.table_set_optimizer_steps(shard.table.handle, step)
 
 
 class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
@@ -336,7 +330,10 @@ class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
     """
 
     def __init__(
-        self, name: str, parameter: nn.Parameter, kernel: BackwardOptimizer
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        kernel: BackwardOptimizer,
     ) -> None:
         group = {"params": [parameter], "lr": kernel.learning_rate()}
         super().__init__({f"{name}.weight": parameter}, {}, [group])
@@ -377,7 +374,8 @@ class HostIds:
     """
 
     def __init__(self, with_offsets: bool, with_weights: bool) -> None:
-        self._with_offsets, self._with_weights = with_offsets, with_weights
+        self._with_offsets = with_offsets
+        self._with_weights = with_weights
         self._ahead: deque[tuple[weakref.ref[Tensor], HostBatch]] = deque(maxlen=_AHEAD)
 
     def prefetch(
@@ -391,9 +389,10 @@ class HostIds:
         values: Tensor = features.values()
         if values.is_cpu:
             return values
-        found = self._copied(features, None)
-        self._ahead.append((weakref.ref(values if batch is None else batch), found))
-        return found.ids
+        host_batch = self._copied(features, None)
+        whole_batch = values if batch is None else batch
+        self._ahead.append((weakref.ref(whole_batch), host_batch))
+        return host_batch.ids
 
     def take(
         self, features: KeyedJaggedTensor, batch: Tensor | None = None
@@ -406,23 +405,29 @@ class HostIds:
         weights = features.weights_or_none() if self._with_weights else None
         if values.is_cpu:
             offsets = features.offsets() if self._with_offsets else values[:0]
-            return HostBatch(
-                values, offsets, None if weights is None else weights.float()
+            float_weights = None if weights is None else weights.float()
+            return HostBatch(values, offsets, float_weights)
+        host_batch = self._prefetched(values if batch is None else batch)
+        if host_batch is None:
+            trains_weights = (
+                weights is not None
+                and weights.requires_grad
+                and torch.is_grad_enabled()
             )
-        whole = values if batch is None else batch
-        place = next(
-            (place for place, (of, _) in enumerate(self._ahead) if of() is whole), None
-        )
-        if place is not None:
-            found = self._ahead[place][1]
-            del self._ahead[place]
-        elif weights is None or (weights.requires_grad and torch.is_grad_enabled()):
-            found = self._copied(features, None)
-        else:
-            return self._copied(features, weights)
+            if not trains_weights:
+                return self._copied(features, weights)
+            host_batch = self._copied(features, None)
         if weights is None:
-            return found
-        return HostBatch(found.ids, found.offsets, weights_to_host(weights.float()))
+            return host_batch
+        return host_batch._replace(weights=weights_to_host(weights.float()))
+
+    def _prefetched(self, whole_batch: Tensor) -> HostBatch | None:
+        """Removes the copy of a prefetched batch and returns it, if there is one."""
+        for place, (reference, host_batch) in enumerate(self._ahead):
+            if reference() is whole_batch:
+                del self._ahead[place]
+                return host_batch
+        return None
 
     def _copied(self, features: KeyedJaggedTensor, weights: Tensor | None) -> HostBatch:
         tensors = [features.values()]
@@ -430,12 +435,10 @@ class HostIds:
             tensors.append(features.offsets())
         if weights is not None:
             tensors.append(weights.float())
-        ids, *more = to_host(tensors)
-        return HostBatch(
-            ids,
-            more[0] if self._with_offsets else ids[:0],
-            None if weights is None else more[-1],
-        )
+        copies = to_host(tensors)
+        ids = copies[0]
+        offsets = copies[1] if self._with_offsets else ids[:0]
+        return HostBatch(ids, offsets, None if weights is None else copies[-1])
 
 
 class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
@@ -454,15 +457,18 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     """
 
     def __init__(
-        self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None, shard: int
+        self,
+        config: GroupedEmbeddingConfig,
+        split: tuple[int, int] | None,
+        shard: int,
     ) -> None:
         super().__init__()
         self._config = config
-        optimizer = self._optimizer = optimizer_from_fused_params(
-            config.fused_params, config.table_names()
-        )
-        self._output_dtype = output_dtype(config.fused_params, config.table_names())
-        self.frozen = table_options(config.fused_params).frozen
+        params = config.fused_params
+        optimizer = optimizer_from_fused_params(params, config.table_names())
+        self._optimizer = optimizer
+        self._output_dtype = output_dtype(params, config.table_names())
+        self.frozen = table_options(params).frozen
         """Whether the tables of the group, which have this option in common, are only
         read.
         """
@@ -479,17 +485,19 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
                 self.remote_tables.append(_remote_table(table, optimizer))
             else:
                 self.shards.append(_make_shard(table, optimizer, split, shard))
-        dims = {table.name: table.embedding_dim for table in config.embedding_tables}
-        self._placeholders = {
-            name: placeholder_parameter(name, dim, frozen=self.frozen)
-            for name, dim in dims.items()
-        }
+        self._placeholders: dict[str, nn.Parameter] = {}
+        for table in config.embedding_tables:
+            if table.name not in self._placeholders:
+                self._placeholders[table.name] = placeholder_parameter(
+                    table.name,
+                    table.embedding_dim,
+                    frozen=self.frozen,
+                )
         group = {"params": list(self._placeholders.values()), "lr": optimizer.lr}
         self._optim = BackwardOptimizer(dict(self.named_parameters()), {}, [group])
         for name, parameter in self._placeholders.items():
-            mark_as_optimized(
-                parameter, ParameterOptimizer(name, parameter, self._optim)
-            )
+            of_parameter = ParameterOptimizer(name, parameter, self._optim)
+            mark_as_optimized(parameter, of_parameter)
 
     def extra_repr(self) -> str:
         """Returns the tables of the group, their dims, and their optimizer."""
@@ -547,26 +555,28 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         values: Tensor = features.values()
         return None if values.is_cpu else CopyTarget(values.device, self._output_dtype)
 
-    def _as_output(self, rows: Tensor, to: CopyTarget | None) -> Tensor:
-        """Returns rows, which are at ``to`` already unless it is None, in the dtype of
+    def _as_output(self, rows: Tensor, target: CopyTarget | None) -> Tensor:
+        """Returns rows, which are at ``target`` already unless it is None, in the dtype of
         outputs.
         """
-        return (
-            rows
-            if to is not None or self._output_dtype is torch.float32
-            else rows.to(self._output_dtype)
-        )
+        if target is not None or self._output_dtype is torch.float32:
+            return rows
+        return rows.to(self._output_dtype)
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the name and the empty parameter of each table, once."""
         yield from self._placeholders.items()
 
     def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields ``<table>.weight`` and the empty parameter of each table."""
         for name, parameter in self._placeholders.items():
-            yield f"{prefix}.{name}.weight" if prefix else f"{name}.weight", parameter
+            key = f"{prefix}.{name}.weight" if prefix else f"{name}.weight"
+            yield key, parameter
 
     def state_dict(
         self,
@@ -607,23 +617,23 @@ class RecStorePooledKernel(RecStoreKernel):
         super().__init__(config, split, shard)
         self._group: PooledGroup
         self._host_ids = HostIds(with_offsets=True, with_weights=config.is_weighted)
-        feature_tables = [
-            i
-            for i, table in enumerate(config.embedding_tables)
-            for _ in range(table.num_features())
-        ]
-        mean = (
-            pooling_type_to_pooling_mode(config.pooling, sharding_type)
-            == PoolingMode.MEAN
-        )
-        pooling: Literal["sum", "mean"] = "mean" if mean else "sum"
+        feature_tables: list[int] = []
+        for number, table in enumerate(config.embedding_tables):
+            feature_tables += [number] * table.num_features()
+        mode = pooling_type_to_pooling_mode(config.pooling, sharding_type)
+        pooling: Literal["sum", "mean"] = "mean" if mode == PoolingMode.MEAN else "sum"
         if self.remote_tables:
             self._group = self.remote_tables[0].client.pooled_group(
-                self.remote_tables, feature_tables, pooling
+                self.remote_tables,
+                feature_tables,
+                pooling,
             )
         else:
             self._group = PooledGroup(
-                self.tables, feature_tables, pooling, **self._group_arguments()
+                self.tables,
+                feature_tables,
+                pooling,
+                **self._group_arguments(),
             )
         self._group.learning_rate = self._optim.learning_rate
         self._group.read_only = self.frozen
@@ -636,17 +646,23 @@ class RecStorePooledKernel(RecStoreKernel):
         rank and then by feature.
         """
         ids, offsets, weights = self._host_ids.take(features, self.batch)
-        to = self._target(features)
+        target = self._target(features)
         if not features.variable_stride_per_key():
-            return self._as_output(
-                self._group.forward(ids, offsets, weights, train=self.training, to=to),
-                to,
+            rows = self._group.forward(
+                ids,
+                offsets,
+                weights,
+                train=self.training,
+                to=target,
             )
+            return self._as_output(rows, target)
         bags = features.stride_per_key_per_rank()
         offsets = _padded_offsets(offsets, [sum(from_ranks) for from_ranks in bags])
         rows = self._group.forward(ids, offsets, weights, train=self.training)
         rows = _rank_major(rows, bags, self._config.embedding_dims())
-        return self._as_output(rows if to is None else to_device(rows, to), to)
+        if target is not None:
+            rows = to_device(rows, target)
+        return self._as_output(rows, target)
 
 
 class RecStoreSequenceKernel(RecStoreKernel):
@@ -675,17 +691,21 @@ class RecStoreSequenceKernel(RecStoreKernel):
         order, in one dimension.
         """
         ids, _, _ = self._host_ids.take(features, self.batch)
-        to = self._target(features)
-        return self._as_output(
-            self._group.forward(
-                ids, self._counts(features), train=self.training, to=to
-            ),
-            to,
+        target = self._target(features)
+        rows = self._group.forward(
+            ids,
+            self._counts(features),
+            train=self.training,
+            to=target,
         )
+        return self._as_output(rows, target)
 
     def _counts(self, features: KeyedJaggedTensor) -> list[int]:
-        lengths = iter(features.length_per_key())
-        return [
-            sum(next(lengths) for _ in range(table.num_features()))
-            for table in self._config.embedding_tables
-        ]
+        lengths = features.length_per_key()
+        counts = []
+        first = 0
+        for table in self._config.embedding_tables:
+            end = first + table.num_features()
+            counts.append(sum(lengths[first:end]))
+            first = end
+        return counts

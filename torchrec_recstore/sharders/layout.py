@@ -53,11 +53,9 @@ class LocalShard:
         """Returns whether each of ``ids``, (N,) int64, belongs to this shard: (N,)
         bool.
         """
-        return (
-            torch.ones_like(ids, dtype=torch.bool)
-            if self.routing is None
-            else self.routing.owned(ids)
-        )
+        if self.routing is None:
+            return torch.ones_like(ids, dtype=torch.bool)
+        return self.routing.owned(ids)
 
     def state(self) -> TableState:
         """Returns the shard's part of the state of the table.
@@ -80,12 +78,11 @@ class _Piece:
         """Yields parts of the piece with at most ``PIECE_ROWS`` rows, or the piece
         itself if it has no rows.
         """
-        for begin in range(
-            self.rows.start, max(self.rows.stop, self.rows.start + 1), PIECE_ROWS
-        ):
-            yield replace(
-                self, rows=range(begin, min(begin + PIECE_ROWS, self.rows.stop))
-            )
+        if not self.rows:
+            yield self
+        for begin in range(self.rows.start, self.rows.stop, PIECE_ROWS):
+            end = min(begin + PIECE_ROWS, self.rows.stop)
+            yield replace(self, rows=range(begin, end))
 
 
 class _FirstShard(Tensor):
@@ -109,7 +106,11 @@ class _FirstShard(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         if func is Tensor.flatten or func is torch.flatten:
             raise ValueError(args[0]._refusal)
@@ -126,12 +127,12 @@ class RowTensor(ShardedTensor):
 
     # The ids of the rows, if the entries are their weights.
     ids: RowTensor | None = None
-    _what: str
+    _description: str
     _env: ShardingEnv
 
     @classmethod
-    def of(cls, stock: ShardedTensor, what: str, env: ShardingEnv) -> RowTensor:
-        """Returns the tensor as a RowTensor. ``what`` names it in errors."""
+    def of(cls, stock: ShardedTensor, description: str, env: ShardingEnv) -> RowTensor:
+        """Returns the tensor as a RowTensor. ``description`` names it in errors."""
         # The functions of torch 2.13 that make a tensor from shards and their metadata
         # only make a ShardedTensor.
         properties = stock.metadata().tensor_properties
@@ -145,7 +146,7 @@ class RowTensor(ShardedTensor):
             requires_grad=properties.requires_grad,
         )
         vars(rows).update(vars(stock))
-        rows._what = what
+        rows._description = description
         rows._env = env
         return rows
 
@@ -161,8 +162,8 @@ class RowTensor(ShardedTensor):
             return shards
         first = shards[0]
         refusal = (
-            f"{self._what}: full_state_dict=True gathers no table without rows, nor"
-            " rows in several shards: save model.state_dict() with"
+            f"{self._description}: full_state_dict=True gathers no table without rows,"
+            " nor rows in several shards: save model.state_dict() with"
             " torch.distributed.checkpoint.save, and load it with"
             " torchrec_recstore.load_distributed_checkpoint(model, checkpoint_id)"
         )
@@ -193,33 +194,40 @@ class RowTensor(ShardedTensor):
         if self.ids is None:
             self._stock().gather(dst, out, enforce_dtype, dtype)
             return
-        mine = dist.get_rank(self._process_group) == dst
+        receives = dist.get_rank(self._process_group) == dst
         with refused_together(self._env):
-            if mine and (out is None or out.dim() != 2 or out.shape[1] != self.size(1)):
-                shape = "None" if out is None else tuple(out.shape)
-                raise ValueError(
-                    f"{self._what}: out must have the shape (rows, {self.size(1)}), got"
-                    f" {shape}"
-                )
-        ids = torch.empty(self.ids.size(), dtype=torch.int64) if mine else None
-        rows = torch.empty(self.size(), dtype=self.dtype) if mine else None
+            if receives:
+                self._check_shape(out)
+        ids: Tensor | None = None
+        rows: Tensor | None = None
+        if receives:
+            ids = torch.empty(self.ids.size(), dtype=torch.int64)
+            rows = torch.empty(self.size(), dtype=self.dtype)
         if self.size(0):
             self.ids.gather(dst, ids, dtype=torch.int64)
             self._stock().gather(dst, rows, dtype=self.dtype)
         with refused_together(self._env):
             if out is None or ids is None or rows is None:
                 return
-            outside = int(((ids < 0) | (ids >= len(out))).sum())
-            if outside:
+            ids_outside = int(((ids < 0) | (ids >= len(out))).sum())
+            if ids_outside:
                 raise ValueError(
-                    f"{self._what} has {outside} ids outside [0, {len(out)}), and row i"
-                    " of the gathered tensor is the row of id i:"
+                    f"{self._description} has {ids_outside} ids outside"
+                    f" [0, {len(out)}), and row i of the gathered tensor is the row of id i:"
                     " stock_state_dict(model, num_rows, leave_out=True) leaves these"
                     " rows out; local_shards() and weight_id have all rows"
                 )
             with torch.no_grad():
                 out.zero_()
                 out[ids.to(out.device)] = rows.to(out)
+
+    def _check_shape(self, out: Tensor | None) -> None:
+        if out is None or out.dim() != 2 or out.shape[1] != self.size(1):
+            shape = "None" if out is None else tuple(out.shape)
+            raise ValueError(
+                f"{self._description}: out must have the shape"
+                f" (rows, {self.size(1)}), got {shape}"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # What ShardedTensor returns here cannot be loaded with weights_only or a
@@ -228,29 +236,33 @@ class RowTensor(ShardedTensor):
 
 
 def sharded_tensor(
-    shards: list[TensorShard], whole: ShardedTensorMetadata, group: Any = None
+    shards: list[TensorShard],
+    metadata: ShardedTensorMetadata,
+    group: Any = None,
 ) -> ShardedTensor:
     """Returns the tensor of this rank's shards.
 
     The files of ``torch.save`` name this function.
     """
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, whole, process_group=group
+        shards,
+        metadata,
+        process_group=group,
     )
 
 
 # So that torch.load reads them by default, with weights_only=True. DTensor does the
 # same for its classes.
-_SAVED: list[Any] = [
+_SAVED_CLASSES: list[Any] = [
     sharded_tensor,
     TensorShard,
     ShardMetadata,
     ShardedTensorMetadata,
     TensorProperties,
+    tensor_metadata.MEM_FORMAT_ENCODING,
+    _remote_device,
 ]
-torch.serialization.add_safe_globals(
-    [*_SAVED, tensor_metadata.MEM_FORMAT_ENCODING, _remote_device]
-)
+torch.serialization.add_safe_globals(_SAVED_CLASSES)
 
 
 class ShardLayout:
@@ -267,21 +279,22 @@ class ShardLayout:
         *,
         with_state: bool = False,
     ) -> None:
-        local = [
-            (len(t), t.columns, value_dtype(t.dtype))
-            for t in (shard.table for shard in shards)
-        ]
+        local_sizes = []
+        for shard in shards:
+            table = shard.table
+            local_sizes.append((len(table), table.columns, value_dtype(table.dtype)))
         states = [shard.state() for shard in shards] if with_state else []
-        gathered = all_gathered((local, states), env)
+        gathered = all_gathered((local_sizes, states), env)
         self._name = name
-        self.state = TableState.merged(
-            state for _, of_rank in gathered for state in of_rank
-        )
+        all_states: list[TableState] = []
+        for _, states_of_rank in gathered:
+            all_states += states_of_rank
+        self.state = TableState.merged(all_states)
         self._env = env
         ends: dict[range, int] = {}
         self._pieces: list[_Piece] = []
-        for rank, (pieces, _) in enumerate(gathered):
-            for rows, columns, dtype in pieces:
+        for rank, (sizes, _) in enumerate(gathered):
+            for rows, columns, dtype in sizes:
                 self.dtype = dtype  # The dtype of lookups is the same in every shard.
                 begin = ends.get(columns, 0)
                 ends[columns] = begin + rows
@@ -299,7 +312,7 @@ class ShardLayout:
         shards, (rows,).
         """
         # Only the first column shard holds the parts.
-        return self._whole(tensors, None, torch.int64)
+        return self._row_tensor(tensors, None, torch.int64)
 
     def by_column(
         self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32
@@ -307,97 +320,113 @@ class ShardLayout:
         """Returns the whole tensor, (R, D) of ``dtype``, of one (rows, columns) part
         for each of this rank's shards.
         """
-        return self._whole(
-            tensors, {columns: columns for columns in self.column_shards}, dtype
-        )
+        places = {columns: columns for columns in self.column_shards}
+        return self._row_tensor(tensors, places, dtype)
 
     def by_column_shard(self, tensors: Iterable[Tensor]) -> RowTensor:
         """Returns the whole tensor, (R, C) float32, of one part for each of this rank's
         shards, (rows,).
         """
-        places = {
-            columns: range(i, i + 1) for i, columns in enumerate(self.column_shards)
-        }
-        return self._whole(
-            [tensor.unsqueeze(1) for tensor in tensors], places, torch.float32
-        )
+        places = {}
+        for number, columns in enumerate(self.column_shards):
+            places[columns] = range(number, number + 1)
+        matrices = [tensor.unsqueeze(1) for tensor in tensors]
+        return self._row_tensor(matrices, places, torch.float32)
 
-    def _whole(
+    def _row_tensor(
         self,
         tensors: Iterable[Tensor],
         places: Mapping[range, range] | None,
         dtype: torch.dtype,
     ) -> RowTensor:
-        # places are the columns of the tensor in each column shard of the table.
-        def metadata(piece: _Piece) -> ShardMetadata:
-            offsets, sizes = [piece.rows.start], [len(piece.rows)]
-            if places is not None:
-                offsets, sizes = (
-                    [*offsets, places[piece.columns].start],
-                    [
-                        *sizes,
-                        len(places[piece.columns]),
-                    ],
-                )
-            return ShardMetadata(offsets, sizes, placement=f"rank:{piece.rank}/cpu")
+        """Returns the whole tensor of one part for each of this rank's shards.
 
-        holders = [
-            p
-            for p in self._pieces
-            if places is not None or p.columns == self.column_shards[0]
-        ]
-        # torch 2.13 does not accept a ShardedTensor without shards, nor empty shards
-        # besides others.
-        kept = [p for p in holders if len(p.rows)] or list(
-            {p.columns: p for p in reversed(holders)}.values()
-        )[::-1]
-        mine = zip(
-            [piece for piece in self._pieces if piece.rank == self._env.rank],
-            tensors,
-            strict=True,
+        Args:
+            tensors: The parts.
+            places: The columns of the tensor in each column shard of the table. None
+                for a tensor of one dimension, in the first column shard.
+            dtype: The data type of the tensor.
+        """
+        pieces = self._pieces
+        size = [self.rows]
+        if places is None:
+            first_columns = self.column_shards[0]
+            pieces = [piece for piece in pieces if piece.columns == first_columns]
+        else:
+            size.append(places[self.column_shards[-1]].stop)
+        pieces = _pieces_with_rows(pieces)
+        shards = []
+        for piece in pieces:
+            shards += [_shard_metadata(part, places) for part in piece.cut()]
+        local_shards = []
+        local_pieces = [piece for piece in self._pieces if piece.rank == self._env.rank]
+        for piece, tensor in zip(local_pieces, tensors, strict=True):
+            if piece not in pieces:
+                continue
+            for part in piece.cut():
+                first = part.rows.start - piece.rows.start
+                rows = tensor[first : first + len(part.rows)]
+                local_shards.append(TensorShard(rows, _shard_metadata(part, places)))
+        metadata = ShardedTensorMetadata(
+            shards,
+            torch.Size(size),
+            TensorProperties(dtype=dtype),
         )
-        local = [
-            TensorShard(
-                tensor[
-                    part.rows.start - piece.rows.start : part.rows.stop
-                    - piece.rows.start
-                ],
-                metadata(part),
-            )
-            for piece, tensor in mine
-            if piece in kept
-            for part in piece.cut()
-        ]
-        width = [] if places is None else [places[self.column_shards[-1]].stop]
-        shards, size = (
-            [metadata(part) for piece in kept for part in piece.cut()],
-            torch.Size([self.rows, *width]),
-        )
-        whole = ShardedTensorMetadata(shards, size, TensorProperties(dtype=dtype))
-        stock = sharded_tensor(local, whole, self._env.process_group)
+        stock = sharded_tensor(local_shards, metadata, self._env.process_group)
         return RowTensor.of(stock, f"RecStore table {self._name!r}", self._env)
+
+
+def _pieces_with_rows(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Returns the pieces that have rows, or one piece for each column shard if none
+    has.
+    """
+    # torch 2.13 accepts neither a ShardedTensor without shards, nor empty shards besides
+    # others.
+    with_rows = [piece for piece in pieces if piece.rows]
+    if with_rows:
+        return with_rows
+    by_columns: dict[range, _Piece] = {}
+    for piece in pieces:
+        by_columns.setdefault(piece.columns, piece)
+    return list(by_columns.values())
+
+
+def _shard_metadata(
+    piece: _Piece, places: Mapping[range, range] | None
+) -> ShardMetadata:
+    """Returns torch's description of a piece.
+
+    ``places`` are those of ``ShardLayout._row_tensor``.
+    """
+    offsets = [piece.rows.start]
+    sizes = [len(piece.rows)]
+    if places is not None:
+        columns = places[piece.columns]
+        offsets.append(columns.start)
+        sizes.append(len(columns))
+    return ShardMetadata(offsets, sizes, placement=f"rank:{piece.rank}/cpu")
 
 
 class WholeRows:
     """A tensor of a whole table, (R, W), with the ids of its rows, from which the rows
     of a shard can be taken.
 
-    If ``ids`` is None, row i is the row of id i, as in TorchRec's own tables. ``what``
-    names the tensor in errors.
+    If ``ids`` is None, row i is the row of id i, as in TorchRec's own tables.
+    ``description`` names the tensor in errors.
     """
 
-    def __init__(self, what: str, value: Value, ids: Tensor | None) -> None:
-        self._what = what
+    def __init__(self, description: str, value: Value, ids: Tensor | None) -> None:
+        self._description = description
         self._value = value
         self.shape = tuple(value.size())
         if len(self.shape) != 2:
             raise ValueError(
-                f"{what} must have two dimensions, got the shape {self.shape}"
+                f"{description} must have two dimensions, got the shape {self.shape}"
             )
         self.ids = torch.arange(self.shape[0]) if ids is None else ids
         if self.ids.shape != self.shape[:1] or self.ids.dtype is not torch.int64:
             raise ValueError(
-                f"{what} has {self.shape[0]} rows, its ids are {self.ids.dtype} of"
+                f"{description} has {self.shape[0]} rows, its ids are {self.ids.dtype} of"
                 f" shape {tuple(self.ids.shape)}"
             )
 
@@ -410,21 +439,18 @@ class WholeRows:
         """Raises ``ValueError`` if the rows or columns are sharded in another way than
         the model's.
         """
-        if self.is_sharded:
-            here = [
-                torch.arange(first, first + len(rows))
-                for first, rows in self._local(columns)
-            ]
-            # If the ids differ, other ranks have rows of this shard, or the columns are
-            # split in another way.
-            if not torch.equal(
-                torch.cat([torch.empty(0, dtype=torch.int64), *here]),
-                owned_positions(shard, self.ids),
-            ):
-                raise ValueError(
-                    f"{self._what} is sharded in another way than the model:"
-                    " load_distributed_checkpoint can read it"
-                )
+        if not self.is_sharded:
+            return
+        ranges = [torch.empty(0, dtype=torch.int64)]
+        for first, rows in self._local(columns):
+            ranges.append(torch.arange(first, first + len(rows)))
+        # If the positions differ, other ranks have rows of this shard, or the columns
+        # are split in another way.
+        if not torch.equal(torch.cat(ranges), owned_positions(shard, self.ids)):
+            raise ValueError(
+                f"{self._description} is sharded in another way than the model:"
+                " load_distributed_checkpoint can read it"
+            )
 
     def rows(self, shard: LocalShard, columns: range) -> Tensor:
         """Returns ``columns`` of the rows that belong to a shard, float32, in the order
@@ -432,29 +458,25 @@ class WholeRows:
         """
         self.check(shard, columns)
         if self.is_sharded:
-            part = torch.cat(
-                [
-                    torch.empty(0, len(columns)),
-                    *(rows for _, rows in self._local(columns)),
-                ]
-            )
-        else:
-            part = self._value[
-                owned_positions(shard, self.ids), columns.start : columns.stop
-            ]
-        return part.to(torch.float32)
+            parts = [torch.empty(0, len(columns))]
+            parts += [rows for _, rows in self._local(columns)]
+            return torch.cat(parts).to(torch.float32)
+        positions = owned_positions(shard, self.ids)
+        rows = self._value[positions, columns.start : columns.stop]
+        return rows.to(torch.float32)
 
     def _local(self, columns: range) -> list[tuple[int, Tensor]]:
         """Returns this rank's parts of ``columns``: the number of the first row, and
         the rows; in ascending order.
         """
+        if not isinstance(self._value, ShardedTensor):
+            return []
         parts: list[tuple[int, Tensor]] = []
-        for part in (
-            self._value.local_shards() if isinstance(self._value, ShardedTensor) else ()
-        ):
-            first, column = part.metadata.shard_offsets
-            if (column, part.metadata.shard_sizes[1]) == (columns.start, len(columns)):
-                parts.append((first, part.tensor))
+        for shard in self._value.local_shards():
+            first_row, first_column = shard.metadata.shard_offsets
+            _, width = shard.metadata.shard_sizes
+            if first_column == columns.start and width == len(columns):
+                parts.append((first_row, shard.tensor))
         return sorted(parts, key=lambda part: part[0])
 
 
@@ -474,14 +496,14 @@ def gathered_rows(value: Value, env: ShardingEnv) -> Tensor:
         return value
     # Parts are copied, because pickling a view would send the whole tensor that it is a
     # view of.
-    local = [
-        (part.metadata.shard_offsets[0], part.tensor.clone())
-        for part in value.local_shards()
-    ]
-    parts = sorted(
-        (part for parts in all_gathered(local, env) for part in parts),
-        key=lambda part: part[0],
-    )
-    return torch.cat(
-        [torch.empty(0, dtype=value.dtype), *(tensor for _, tensor in parts)]
-    )
+    local_parts = []
+    for shard in value.local_shards():
+        first_row = shard.metadata.shard_offsets[0]
+        local_parts.append((first_row, shard.tensor.clone()))
+    parts: list[tuple[int, Tensor]] = []
+    for parts_of_rank in all_gathered(local_parts, env):
+        parts += parts_of_rank
+    parts.sort(key=lambda part: part[0])
+    tensors = [torch.empty(0, dtype=value.dtype)]
+    tensors += [tensor for _, tensor in parts]
+    return torch.cat(tensors)

@@ -71,32 +71,38 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
     for table in all_tables(model):
         if table.module not in gathered:
             gathered[table.module] = _all_shards(table.module)
-        shards = [
-            shard
-            for of_rank in gathered[table.module]
-            for shard in of_rank[table.config_name]
-        ]
-        first = min(column for column, _ in shards)
-        whole = combined(each for column, each in shards if column == first)
-        size, steps = (
-            sum(each.bytes for _, each in shards),
-            max(each.steps for _, each in shards),
-        )
-        stats[table.name] = replace(whole, bytes=size, steps=steps)
+        shards: list[_Shard] = []
+        for shards_of_rank in gathered[table.module]:
+            shards += shards_of_rank[table.config_name]
+        stats[table.name] = _stats_of_whole_table(shards)
     return stats
 
 
+def _stats_of_whole_table(shards: Sequence[_Shard]) -> TableStats:
+    # Shards of other columns have the same rows, which count once.
+    first_column = min(column for column, _ in shards)
+    of_first_columns = [stats for column, stats in shards if column == first_column]
+    return replace(
+        combined(of_first_columns),
+        bytes=sum(stats.bytes for _, stats in shards),
+        steps=max(stats.steps for _, stats in shards),
+    )
+
+
 def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
-    local = {
-        name: [(shard.table.columns.start, shard.table.stats()) for shard in shards]
-        for name, shards in module.recstore_state.shards.items()
-    }
+    local: dict[str, list[_Shard]] = {}
+    for name, shards in module.recstore_state.shards.items():
+        tables = [shard.table for shard in shards]
+        local[name] = [(table.columns.start, table.stats()) for table in tables]
     # One rank has each table on servers; its statistics are those of all servers.
-    local |= {name: [] for name in module.remote_table_names()}
+    for name in module.remote_table_names():
+        local[name] = []
     with refused_together(module.ranks_env):
         module.wait_for_updates()
         for kernel in module.recstore_kernels():
-            names = kernel.config.table_names() if kernel.remote_tables else []
+            if not kernel.remote_tables:
+                continue
+            names = kernel.config.table_names()
             for name, remote in zip(names, kernel.remote_tables, strict=True):
                 local[name] = [(0, remote.client.stats(remote.name))]
     return all_gathered(local, module.ranks_env)
@@ -131,15 +137,7 @@ def flush_tables(model: nn.Module) -> None:
     """
     modules = collections_of(model)
     with refused_together(whole_environment()):
-        states = [
-            state
-            for module in modules
-            for state in module.recstore_state.tables.values()
-        ]
-        remote = [name for module in modules for name in module.remote_table_names()]
-        if not remote and not any(
-            is_shared(state.options.cold_store) for state in states
-        ):
+        if not any(_has_rows_outside(module) for module in modules):
             raise ValueError(
                 "the model has no RecStore table with a shared cold store or on servers"
             )
@@ -147,18 +145,33 @@ def flush_tables(model: nn.Module) -> None:
             module.wait_for_updates()
         tables = [table for module in modules for table in module.recstore_tables()]
         shared = [table for table in tables if is_shared(table.options.cold_store)]
-        stores = Counter(
-            (table.options.cold_store, table.name, table.columns) for table in shared
-        )
-        for (store, name, _), times in stores.items():
-            if times > 1:
-                raise ValueError(
-                    f"{times} collections have a RecStore table {name!r} whose rows are"
-                    f" in {store!r}, so that they share rows: plan the model with"
-                    " RecStorePlanner, or use different names for the tables"
-                )
+        _check_rows_are_apart(shared)
         for table in shared:
             table.flush()
+
+
+def _has_rows_outside(module: RecStoreCollection) -> bool:
+    """Returns whether a table of the collection is in a shared cold store or on
+    servers.
+    """
+    if module.remote_table_names():
+        return True
+    states = module.recstore_state.tables.values()
+    return any(is_shared(state.options.cold_store) for state in states)
+
+
+def _check_rows_are_apart(tables: Sequence[Table]) -> None:
+    """Raises ValueError if two tables have the same rows in a shared cold store."""
+    places = Counter(
+        (table.options.cold_store, table.name, table.columns) for table in tables
+    )
+    for (store, name, _), times in places.items():
+        if times > 1:
+            raise ValueError(
+                f"{times} collections have a RecStore table {name!r} whose rows are"
+                f" in {store!r}, so that they share rows: plan the model with"
+                " RecStorePlanner, or use different names for the tables"
+            )
 
 
 def reset_rows(model: nn.Module) -> None:
@@ -202,13 +215,14 @@ def reset_rows(model: nn.Module) -> None:
         check_replaceable(tables)
         try:
             for table in tables:
-                pairs.append((table, table.empty_copy()))
-                pairs[-1][1].set_state(
+                empty_table = table.empty_copy()
+                pairs.append((table, empty_table))
+                empty_table.set_state(
                     replace(table.state(), optimizer_steps=0, sightings=None)
                 )
         except BaseException:
-            for _, fresh in pairs:
-                fresh.close()
+            for _, empty_table in pairs:
+                empty_table.close()
             raise
     exchange_all(pairs)
     for module in collections_of(model):
@@ -258,7 +272,8 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
         "set_time: {} is on servers, whose rows expire by the servers' clocks: call"
         " set_time for models without tables on servers",
     )
-    with refused_together(env := whole_environment()):
+    env = whole_environment()
+    with refused_together(env):
         seconds = check_time(unix_seconds)
     set_event_time(tables, all_gathered(seconds, env))
 
@@ -307,31 +322,30 @@ def reshard(model: nn.Module, plan: ShardingPlan) -> None:
     for module, _ in _feature_processed(model, changes):
         follow_collection_inside(module)
     if isinstance(model, DistributedModelParallel):
-        new = {
-            str(change.path): change.collection.module_sharding_plan
-            for change in changes
-        }
-        set_plan(model, ShardingPlan({**model.plan.plan, **new}))
+        entries = dict(model.plan.plan)
+        for change in changes:
+            entries[str(change.path)] = change.collection.module_sharding_plan
+        set_plan(model, ShardingPlan(entries))
 
 
 def _feature_processed(
     model: nn.Module, changes: Sequence[Change]
 ) -> list[tuple[nn.Module, Change]]:
-    modules = [
-        each
-        for each in model.modules()
-        if isinstance(each, ShardedFeatureProcessedEmbeddingBagCollection)
-    ]
-    return [
-        (each, change)
-        for each in modules
-        for change in changes
-        if collection_inside(each) is change.collection
-    ]
+    """Returns the feature-processed collections whose inner collection changes, and its
+    change.
+    """
+    pairs: list[tuple[nn.Module, Change]] = []
+    for module in model.modules():
+        if isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection):
+            inside = collection_inside(module)
+            for change in changes:
+                if change.collection is inside:
+                    pairs.append((module, change))
+    return pairs
 
 
 def _changes(model: nn.Module, plan: ShardingPlan) -> list[Change]:
-    changes = []
+    changes: list[Change] = []
     for path, collection in collections_by_path(model).items():
         if not collection.recstore_table_names():
             continue
@@ -341,10 +355,11 @@ def _changes(model: nn.Module, plan: ShardingPlan) -> list[Change]:
                 f"reshard: the plan has no collection {path!r}; it has"
                 f" {sorted(plan.plan)}"
             )
-        changes.append(collection.change(entries, path))
-    found = [change for change in changes if change is not None]
-    for module, change in _feature_processed(model, found):
+        change = collection.change(entries, path)
+        if change is not None:
+            changes.append(change)
+    for module, change in _feature_processed(model, changes):
         refuse_pipelined(module, change.plan)
-    for change in found:
+    for change in changes:
         change.collection.refuse_begun()
-    return found
+    return changes

@@ -26,7 +26,10 @@ from torchrec_recstore.store import Table
 from torchrec_recstore.table_parameter import TableParameter
 
 _Table = TypeVar(
-    "_Table", "ModelTable", "EagerModelTable", "ModelTable | EagerModelTable"
+    "_Table",
+    "ModelTable",
+    "EagerModelTable",
+    "ModelTable | EagerModelTable",
 )
 
 OWNED_BY_SERVERS = (
@@ -142,21 +145,20 @@ def eager_tables(
     eager = []
     for module, prefix in prefixes.items():
         # A module on the meta device has no rows, but a name.
-        name = module.weight.table
+        table_name = module.weight.table
         path = f".{prefix}"
         for container in (".embedding_bags.", ".embeddings."):
             path = path.replace(container, ".")
-        full_name = path.strip(".") or name
-        eager.append(
-            EagerModelTable(
-                name if times[name] == 1 else full_name, full_name, module, prefix
-            )
-        )
+        full_name = path.strip(".") or table_name
+        name = table_name if times[table_name] == 1 else full_name
+        eager.append(EagerModelTable(name, full_name, module, prefix))
     return eager
 
 
 def _find_eager(
-    module: nn.Module, prefix: str, prefixes: dict[TableModule, str]
+    module: nn.Module,
+    prefix: str,
+    prefixes: dict[TableModule, str],
 ) -> None:
     """Adds the modules with a table by the prefix of their keys, which is that of their
     first place in the model.
@@ -185,12 +187,10 @@ def refuse_remote_tables(
     ``{}``, is on servers.
     """
     for module in model.modules():
-        names = (
-            module.remote_table_names()
-            if isinstance(module, RecStoreCollection)
-            else []
-        )
-        if isinstance(module, RemoteTableModule):
+        names = []
+        if isinstance(module, RecStoreCollection):
+            names = module.remote_table_names()
+        elif isinstance(module, RemoteTableModule):
             names = [module.table.name]
         if names:
             raise ValueError(refusal.format(f"table {names[0]!r}"))
@@ -202,13 +202,13 @@ def tables_of_rank(model: nn.Module, refusal: str) -> list[Table]:
     See :func:`refuse_remote_tables` for errors.
     """
     refuse_remote_tables(model, refusal)
-    found: list[Table] = []
+    tables: list[Table] = []
     for module in model.modules():
         if isinstance(module, RecStoreCollection):
-            found += module.recstore_tables()
+            tables += module.recstore_tables()
         elif isinstance(module, TableModule):
-            found.append(module.table)
-    return found
+            tables.append(module.table)
+    return tables
 
 
 def recstore_tables(model: nn.Module) -> list[ModelTable]:
@@ -228,17 +228,15 @@ def all_tables(model: nn.Module) -> list[ModelTable]:
     """Returns all RecStore tables of the model, also those on servers, which have no
     ``state``.
     """
-    modules = _sharded_modules(model, "").items()
-    found = [
-        ModelTable(name, name, module, at)
-        for at, module in modules
-        for name in module.recstore_table_names()
-    ]
-    times = Counter(table.name for table in found)
-    return [
-        table if times[table.name] == 1 else replace(table, name=table.full_name)
-        for table in found
-    ]
+    tables: list[ModelTable] = []
+    for prefix, module in _sharded_modules(model, "").items():
+        for name in module.recstore_table_names():
+            tables.append(ModelTable(name, name, module, prefix))
+    times = Counter(table.name for table in tables)
+    for place, table in enumerate(tables):
+        if times[table.name] > 1:
+            tables[place] = replace(table, name=table.full_name)
+    return tables
 
 
 def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable]:
@@ -258,47 +256,51 @@ def any_table_named(model: nn.Module, name: str) -> ModelTable | EagerModelTable
     Raises ValueError if there is none, or if the name is that of several tables.
     """
     sharded = recstore_tables(model)
-    tables: list[ModelTable | EagerModelTable] = [
-        *sharded,
-        *eager_tables(model, sharded),
-    ]
+    tables: list[ModelTable | EagerModelTable] = list(sharded)
+    tables += eager_tables(model, sharded)
     return named_among(tables, [name])[name]
 
 
 def named_among(tables: Sequence[_Table], names: Iterable[str]) -> dict[str, _Table]:
     """Returns the tables with these names or full names, as :func:`tables_named` does."""
-    found: dict[str, _Table] = {}
+    tables_by_name: dict[str, _Table] = {}
     for name in names:
-        fitting = [table for table in tables if name in (table.name, table.full_name)]
-        same = [repr(table.full_name) for table in tables if table.config_name == name]
-        # A sharded table keeps its name in checkpoints beside eager ones, but here no
-        # table goes first.
-        is_ambiguous = len(same) > 1 and repr(name) not in same
-        if is_ambiguous or (same and not fitting):
-            raise ValueError(
-                f"the model has {len(same)} RecStore tables {name!r}: name one of"
-                f" {', '.join(same)}"
-            )
-        if not fitting:
-            known = ", ".join(repr(table.name) for table in tables)
-            raise ValueError(
-                f"the model has no RecStore table {name!r}; it has {known or 'none'}"
-            )
-        twice = [other for other, table in found.items() if table == fitting[0]]
-        if twice:
-            raise ValueError(
-                f"{twice[0]!r} and {name!r} are names of the same RecStore table: use"
-                " only one of them"
-            )
-        found[name] = fitting[0]
-    return found
+        table = _one_named(tables, name)
+        for earlier_name, earlier_table in tables_by_name.items():
+            if earlier_table == table:
+                raise ValueError(
+                    f"{earlier_name!r} and {name!r} are names of the same RecStore"
+                    " table: use only one of them"
+                )
+        tables_by_name[name] = table
+    return tables_by_name
+
+
+def _one_named(tables: Sequence[_Table], name: str) -> _Table:
+    """Returns the table with this name or full name."""
+    matching = [table for table in tables if name in (table.name, table.full_name)]
+    full_names = [table.full_name for table in tables if table.config_name == name]
+    # A sharded table keeps its name in checkpoints beside eager ones, but here no table
+    # goes first.
+    is_ambiguous = len(full_names) > 1 and name not in full_names
+    if is_ambiguous or (full_names and not matching):
+        raise ValueError(
+            f"the model has {len(full_names)} RecStore tables {name!r}: name one of"
+            f" {', '.join(map(repr, full_names))}"
+        )
+    if not matching:
+        table_names = ", ".join(repr(table.name) for table in tables)
+        raise ValueError(
+            f"the model has no RecStore table {name!r}; it has {table_names or 'none'}"
+        )
+    return matching[0]
 
 
 def collections_by_path(model: nn.Module) -> dict[str, RecStoreCollection]:
     """Returns the sharded collections by their paths in the model, as plans name them."""
     return {
-        _path_prefix(p).removesuffix("."): module
-        for p, module in _sharded_modules(model, "").items()
+        _path_prefix(prefix).removesuffix("."): module
+        for prefix, module in _sharded_modules(model, "").items()
     }
 
 
@@ -318,17 +320,16 @@ def rows_left_out(
     The states of modules that are not sharded have no rows if their tables are in
     ``eager``.
     """
-    states: list[RowState | TableModule] = [
-        table.state for table in recstore_tables(model)
-    ]
+    states: list[RowState | TableModule] = []
+    states += [table.state for table in recstore_tables(model)]
     states += [table.module for table in eager]
-    before = [state.emits_rows for state in states]
+    emitted_rows = [state.emits_rows for state in states]
     for state in states:
         state.emits_rows = False
     try:
         yield
     finally:
-        for state, emits in zip(states, before, strict=True):
+        for state, emits in zip(states, emitted_rows, strict=True):
             state.emits_rows = emits
 
 
@@ -336,19 +337,18 @@ def _sharded_modules(module: nn.Module, prefix: str) -> dict[str, RecStoreCollec
     """Returns the collections by the prefix of their keys, which is that of their first
     place in the model.
     """
-    found: dict[str, RecStoreCollection] = {}
     # The keys of state_dict do not have the names of these wrappers.
     if isinstance(module, DistributedModelParallel | DistributedDataParallel):
         return _sharded_modules(module.module, prefix)
     if isinstance(module, RecStoreCollection):
         return {prefix: module}
+    collections: dict[str, RecStoreCollection] = {}
     for name, child in module.named_children():
-        for its_prefix, collection in _sharded_modules(
-            child, f"{prefix}{name}."
-        ).items():
-            if collection not in found.values():
-                found[its_prefix] = collection
-    return found
+        of_child = _sharded_modules(child, f"{prefix}{name}.")
+        for collection_prefix, collection in of_child.items():
+            if collection not in collections.values():
+                collections[collection_prefix] = collection
+    return collections
 
 
 def dense_tensors(
@@ -362,18 +362,12 @@ def dense_tensors(
     Raises ValueError for tables on TorchRec's own sharded kernels, for tables of
     modules that are not sharded and not in ``eager``, and for other values.
     """
-    known = {id(table.module.weight) for table in eager}
-    placeholders = {table.weight_key for table in tables}
-    of_collections = {
-        id(each)
-        for collection in collections_of(model)
-        for each in collection.parameters()
-    }
+    known_parameters = {id(table.module.weight) for table in eager}
+    for collection in collections_of(model):
+        known_parameters.update(map(id, collection.parameters()))
     for key, parameter in model.named_parameters():
-        if (
-            isinstance(parameter, TableParameter)
-            and id(parameter) not in of_collections | known
-        ):
+        is_table = isinstance(parameter, TableParameter)
+        if is_table and id(parameter) not in known_parameters:
             refuse_remote_tables(model)
             raise ValueError(
                 f"{key} is the table of a module that is not sharded: a checkpoint"
@@ -381,19 +375,15 @@ def dense_tensors(
                 " this module"
             )
     with rows_left_out(model, eager):
-        state = {
-            key: value
-            for key, value in model.state_dict().items()
-            if key not in placeholders
-        }
-    for table in eager:  # A module can be in several places of the model.
-        keys = [
-            key
-            for key, parameter in model.named_parameters(remove_duplicate=False)
-            if parameter is table.module.weight
-        ]
-        for key in (f"{table.prefix}weight", *keys):
-            state.pop(key, None)
+        state = dict(model.state_dict())
+    for table in tables:
+        state.pop(table.weight_key, None)
+    for eager_table in eager:
+        state.pop(f"{eager_table.prefix}weight", None)
+        # A module can be in several places of the model.
+        for key, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter is eager_table.module.weight:
+                state.pop(key, None)
     for key, value in state.items():
         # Tables on TorchRec's own kernels are ShardedTensor or DTensor (torchrec
         # 1.8.0).
@@ -407,40 +397,46 @@ def dense_tensors(
 
 
 def check_dense(
-    saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, strict: bool
+    saved: Mapping[str, Tensor],
+    current: Mapping[str, Tensor],
+    *,
+    strict: bool,
 ) -> None:
-    """Raises ValueError if the tensors of a checkpoint cannot be loaded into the
-    model's, or names differ (strict).
+    """Raises ValueError if the tensors of a checkpoint cannot be loaded into those of
+    the model, or names differ (strict).
     """
-    for what, names in (
-        ("no", own.keys() - saved.keys()),
-        ("an unknown", saved.keys() - own.keys()),
-    ):
-        if strict and names:
-            raise ValueError(f"the checkpoint has {what} tensor {min(names)!r}")
-    for name in own.keys() & saved.keys():
-        if own[name].shape != saved[name].shape:
+    if strict:
+        missing = current.keys() - saved.keys()
+        if missing:
+            raise ValueError(f"the checkpoint has no tensor {min(missing)!r}")
+        unknown = saved.keys() - current.keys()
+        if unknown:
+            raise ValueError(f"the checkpoint has an unknown tensor {min(unknown)!r}")
+    for name in current.keys() & saved.keys():
+        tensor = current[name]
+        if tensor.shape != saved[name].shape:
             raise ValueError(
                 f"{name} is of shape {tuple(saved[name].shape)} in the checkpoint, "
-                f"of shape {tuple(own[name].shape)} in the model"
+                f"of shape {tuple(tensor.shape)} in the model"
             )
-        overlaps = any(
-            step == 0 and size > 1
-            for step, size in zip(own[name].stride(), own[name].shape, strict=True)
-        )
-        if overlaps or (
-            own[name].is_inference() and not torch.is_inference_mode_enabled()
-        ):
+        if not _is_writable(tensor):
             raise ValueError(
                 f"{name} of the model cannot be written: it was expanded, or made in"
                 " inference mode"
             )
 
 
-def load_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def _is_writable(tensor: Tensor) -> bool:
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    return not any(step == 0 and size > 1 for step, size in dimensions)
+
+
+def load_dense(saved: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
     """Copies the tensors of a checkpoint, which :func:`check_dense` has checked, to the
     tensors of the model.
     """
     with torch.no_grad():
-        for name in own.keys() & saved.keys():
-            own[name].copy_(saved[name])
+        for name in current.keys() & saved.keys():
+            current[name].copy_(saved[name])

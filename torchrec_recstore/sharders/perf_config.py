@@ -75,26 +75,29 @@ def bus_bytes(context: ShardPerfContext) -> BusBytes:
     step.
     """
     ids = context.batch_inputs * context.world_size / _split(context)
-    bags = (
-        sum(
-            n * b
-            for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)
-        )
-        * context.world_size
+    batch_bytes = ids * _ID_BYTES
+    row_count = ids
+    weight_bytes = 0.0
+    if context.is_pooled:
+        bags_of_rank = 0.0
+        for poolings, batch_size in zip(
+            context.num_poolings,
+            context.batch_sizes,
+            strict=True,
+        ):
+            bags_of_rank += poolings * batch_size
+        bags = bags_of_rank * context.world_size
+        batch_bytes += bags * _OFFSET_BYTES
+        row_count = bags
+        if context.is_weighted:
+            weight_bytes = ids * _WEIGHT_BYTES
+    row_bytes = row_count * context.emb_dim * context.output_data_type_size
+    return BusBytes(
+        ids=batch_bytes + weight_bytes,
+        rows=row_bytes,
+        gradients=row_bytes,
+        weight_gradients=weight_bytes if context.has_feature_processor else 0.0,
     )
-    of_weights = ids * _WEIGHT_BYTES if context.is_weighted and context.is_pooled else 0
-    rows = (
-        (bags if context.is_pooled else ids)
-        * context.emb_dim
-        * context.output_data_type_size
-    )
-    batch = (
-        ids * _ID_BYTES
-        + (bags * _OFFSET_BYTES if context.is_pooled else 0)
-        + of_weights
-    )
-    trained = of_weights if context.has_feature_processor else 0
-    return BusBytes(ids=batch, rows=rows, gradients=rows, weight_gradients=trained)
 
 
 class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
@@ -114,10 +117,8 @@ def evaluator_of(context: ShardPerfContext) -> EmbeddingShardingPerfEvaluator:
     """Returns the formulas of a shard, without the costs of CUDA blocks if the shard is
     a RecStore table's.
     """
-    if (
-        context.compute_kernel == RECSTORE_KERNEL
-        and context.sharding_type in _WITH_BLOCKS
-    ):
+    is_ours = context.compute_kernel == RECSTORE_KERNEL
+    if is_ours and context.sharding_type in _WITH_BLOCKS:
         return _WithoutBlocks()
     return get_embedding_perf_sharding_evaluator(context.sharding_type)
 
@@ -126,7 +127,9 @@ def _split(context: ShardPerfContext) -> int:
     """Returns the number of ranks that share the rows of a table."""
     if context.sharding_type == ShardingType.ROW_WISE.value:
         return int(context.world_size)
-    return int(context.intra_group_size) if context.sharding_type in IN_NODE else 1
+    if context.sharding_type in IN_NODE:
+        return int(context.intra_group_size)
+    return 1
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,12 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         if compute_kernel == RECSTORE_KERNEL:
             return SPEED_OVER_FUSED * ddr_mem_bw
         return super().get_device_bw(  # type: ignore[no-any-return]
-            compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, *args, **kwargs
+            compute_device,
+            compute_kernel,
+            hbm_mem_bw,
+            ddr_mem_bw,
+            *args,
+            **kwargs,
         )
 
     @forward_compute(SHARDING_TYPES)  # type: ignore[untyped-decorator]
@@ -181,11 +189,10 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
 
         The cost per row is that of row-wise sharding.
         """
-        copied = self._copied(context)
+        copies = self._copied(context)
         share = 1 / (1 + context.bwd_compute_multiplier)
-        return self._pass_ms(
-            context, default_forward_ms, share, copied.ids + copied.rows
-        )
+        copied = copies.ids + copies.rows
+        return self._pass_ms(context, default_forward_ms, share, copied)
 
     @backward_compute(SHARDING_TYPES)  # type: ignore[untyped-decorator]
     def backward_ms(self, context: ShardPerfContext) -> float:
@@ -193,14 +200,10 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
 
         The cost per row is that of row-wise sharding.
         """
-        copied = self._copied(context)
+        copies = self._copied(context)
         share = 1 - 1 / (1 + context.bwd_compute_multiplier)
-        return self._pass_ms(
-            context,
-            default_backward_ms,
-            share,
-            copied.gradients + copied.weight_gradients,
-        )
+        copied = copies.gradients + copies.weight_gradients
+        return self._pass_ms(context, default_backward_ms, share, copied)
 
     def _pass_ms(
         self,
@@ -213,12 +216,14 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         copies of bytes over the bus.
         """
         measured_ms = self._measured_ms(context)
-        ms = (
-            default(evaluator_of(context), context, self)
-            if measured_ms is None
-            else measured_ms * share
-        )
-        return float(ms + copied / context.hbm_to_ddr_mem_bw if copied else ms)
+        if measured_ms is None:
+            evaluator = evaluator_of(context)
+            ms = default(evaluator, context, self)
+        else:
+            ms = measured_ms * share
+        if copied:
+            ms += copied / context.hbm_to_ddr_mem_bw
+        return float(ms)
 
     def _measured_ms(self, context: ShardPerfContext) -> float | None:
         """Returns the milliseconds of a forward and a backward on the rank with most
@@ -230,18 +235,16 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         if measured is None or context.compute_kernel != RECSTORE_KERNEL:
             return None
         split = _split(context)
-        ids_of_all = float(context.batch_inputs * context.world_size)
-        ids = ids_of_all * (1 / split + measured.hottest_share * (1 - 1 / split))
+        ids_of_all_ranks = float(context.batch_inputs * context.world_size)
+        share_of_others = 1 - 1 / split
+        ids = ids_of_all_ranks * (1 / split + measured.hottest_share * share_of_others)
+        ids_ms = ids * measured.ns_per_id / 1e6
         # Ranks that split rows write a partial sum of each bag, and read its gradient.
-        sums = (
-            context.batch_outputs * context.world_size * (1 - 1 / split)
-            if context.is_pooled
-            else 0
-        )
-        return float(
-            ids * measured.ns_per_id / 1e6
-            + 2 * sums * context.emb_dim * _FLOAT_BYTES / context.device_bw
-        )
+        sums = 0
+        if context.is_pooled:
+            sums = context.batch_outputs * context.world_size * share_of_others
+        sum_bytes = 2 * sums * context.emb_dim * _FLOAT_BYTES
+        return float(ids_ms + sum_bytes / context.device_bw)
 
     def _copied(self, context: ShardPerfContext) -> BusBytes:
         over_bus = self._over_bus and context.compute_kernel == RECSTORE_KERNEL

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -107,46 +107,35 @@ class ReshardableCollection(CollectionSeams):
         if self.source is not None:
             module, sharder = self.source
             plan = with_options(plan, sharder.shardable_parameters(module))
-        old = self.module_sharding_plan
-        known = set(self.names_of_tables)
-        if plan.keys() != known:
-            missing, unknown = sorted(known - plan.keys()), sorted(plan.keys() - known)
+        old_plan = self.module_sharding_plan
+        table_names = set(self.names_of_tables)
+        if plan.keys() != table_names:
+            missing = sorted(table_names - plan.keys())
+            unknown = sorted(plan.keys() - table_names)
             raise ValueError(
-                f"reshard: the plan of {sorted(known)} has no table(s) {missing}, and"
-                f" unknown {unknown}"
+                f"reshard: the plan of {sorted(table_names)} has no table(s) {missing},"
+                f" and unknown {unknown}"
             )
-        if all(_same(old[name], plan[name]) for name in known):
+        if all(_same(old_plan[name], plan[name]) for name in table_names):
             return None
         for name in self.names_of_tables:
-            for what, entry in (("is", old[name]), ("would be", plan[name])):
-                if entry.compute_kernel != RECSTORE_KERNEL:
-                    raise ValueError(
-                        f"reshard: table {name!r} {what} on TorchRec's kernel"
-                        f" {entry.compute_kernel!r}, whose rows cannot move in place:"
-                        " place it in a collection of its own, whose plan does not"
-                        " change, or load a checkpoint into a model with the new plan"
-                    )
+            _check_kernel(name, "is", old_plan[name])
+            _check_kernel(name, "would be", plan[name])
         for name in self.names_of_tables:
-            was, becomes = (_is_frozen(entry) for entry in (old[name], plan[name]))
-            if was is not becomes:
-                now, then = ("frozen", "trained") if was else ("trained", "frozen")
-                raise ValueError(
-                    f"reshard: table {name!r} is {now}, and would be {then}, with other"
-                    " optimizer states: save a checkpoint, and load it into a model"
-                    " with the new plan"
-                )
+            _check_frozen(name, old_plan[name], plan[name])
         if self.source is None:
             raise ValueError(
-                f"reshard: the collection of {sorted(known)} was not sharded by a"
+                f"reshard: the collection of {sorted(table_names)} was not sharded by a"
                 " RecStore sharder"
             )
-        refuse_pipelined(self, known)
-        for name, table in self.recstore_state.tables.items():
-            if is_shared(table.options.cold_store):
+        refuse_pipelined(self, table_names)
+        for name, state in self.recstore_state.tables.items():
+            cold_store = state.options.cold_store
+            if is_shared(cold_store):
                 raise ValueError(
-                    f"reshard: the rows of table {name!r} are in"
-                    f" {table.options.cold_store!r}, which is shared: call"
-                    " flush_tables, and start the model anew with the new plan"
+                    f"reshard: the rows of table {name!r} are in {cold_store!r}, which"
+                    " is shared: call flush_tables, and start the model anew with the"
+                    " new plan"
                 )
         self.recstore_state.copies.check()
         check_replaceable(self.recstore_tables())
@@ -192,17 +181,22 @@ class ReshardableCollection(CollectionSeams):
         assert self.source is not None
         module, sharder = self.source
         plan: Any = change.plan
-        fresh: Any = sharder.shard(
-            on_meta_device(module), plan, self.ranks_env, self.stock_device, change.path
+        new_collection: Any = sharder.shard(
+            on_meta_device(module),
+            plan,
+            self.ranks_env,
+            self.stock_device,
+            change.path,
         )
-        fresh.source = self.source
-        return fresh  # type: ignore[no-any-return]
+        new_collection.source = self.source
+        return new_collection  # type: ignore[no-any-return]
 
     def become_resharded(self, fresh: ReshardableCollection) -> None:
         """Becomes the module ``fresh``, to which the rows have moved, but stays the
         same object.
         """
-        records, state = self.records, self.recstore_state
+        records = self.records
+        state = self.recstore_state
         self.close_tables()
         state.take_over(fresh.recstore_state)
         self.become(fresh)
@@ -277,8 +271,31 @@ def _is_frozen(sharding: ParameterSharding) -> bool:
 def _same(old: ParameterSharding, new: ParameterSharding) -> bool:
     # The sharder adds its own arguments to the entries, so the other fields of
     # RecStore's entries are not compared.
-    names = [*(each.name for each in fields(ParameterSharding)), "options"]
+    names = [field.name for field in fields(ParameterSharding)]
+    names.append("options")
     return all(getattr(old, name, None) == getattr(new, name, None) for name in names)
+
+
+def _check_kernel(table: str, verb: str, sharding: ParameterSharding) -> None:
+    if sharding.compute_kernel != RECSTORE_KERNEL:
+        raise ValueError(
+            f"reshard: table {table!r} {verb} on TorchRec's kernel"
+            f" {sharding.compute_kernel!r}, whose rows cannot move in place:"
+            " place it in a collection of its own, whose plan does not"
+            " change, or load a checkpoint into a model with the new plan"
+        )
+
+
+def _check_frozen(table: str, old: ParameterSharding, new: ParameterSharding) -> None:
+    was_frozen = _is_frozen(old)
+    if was_frozen is not _is_frozen(new):
+        old_mode = "frozen" if was_frozen else "trained"
+        new_mode = "trained" if was_frozen else "frozen"
+        raise ValueError(
+            f"reshard: table {table!r} is {old_mode}, and would be {new_mode}, with other"
+            " optimizer states: save a checkpoint, and load it into a model"
+            " with the new plan"
+        )
 
 
 @dataclass(frozen=True)
@@ -298,15 +315,21 @@ class _Place:
 
         Collective.
         """
-        described = [
-            (s.table.columns, s.routing, s.table.dtype, len(s.table)) for s in shards
-        ]
-        gathered = enumerate(all_gathered(described, env))
-        return [
-            _Place(rank, number, *each)
-            for rank, of_rank in gathered
-            for number, each in enumerate(of_rank)
-        ]
+        local_places = []
+        for number, shard in enumerate(shards):
+            table = shard.table
+            local_places.append(
+                _Place(
+                    rank=env.rank,
+                    number=number,
+                    columns=table.columns,
+                    routing=shard.routing,
+                    dtype=table.dtype,
+                    rows=len(table),
+                )
+            )
+        places_of_ranks = all_gathered(local_places, env)
+        return [place for places in places_of_ranks for place in places]
 
 
 def move_rows(old: RowState, new: RowState) -> None:
@@ -325,25 +348,34 @@ def move_rows(old: RowState, new: RowState) -> None:
     # rows in the order of a load: their evictions depend on it. If the layout does not
     # change, rows are exchanged without copies.
     env = old.env
-    before, after = (
-        [(s.table.columns, s.table.options, s.routing) for s in each.shards]
-        for each in (old, new)
-    )
-    states = all_gathered(
-        ([shard.state() for shard in old.shards], before == after), env
-    )
-    state = TableState.merged(each for of_rank, _ in states for each in of_rank)
-    left = _left_ids(old, new)
-    if all(same for _, same in states):
+    local_states = [shard.state() for shard in old.shards]
+    is_same_layout = _layout(old) == _layout(new)
+    gathered = all_gathered((local_states, is_same_layout), env)
+    states: list[TableState] = []
+    for states_of_rank, _ in gathered:
+        states += states_of_rank
+    state = TableState.merged(states)
+    left_ids = _left_ids(old, new)
+    if all(is_same for _, is_same in gathered):
         with refused_together(env):
             for source, target in zip(old.shards, new.shards, strict=True):
                 target.table.exchange_rows(source.table, record_other=False)
                 target.table.set_state(state.owned(target.owned))
     else:
         _stream(old, new, state)
-    if left is not None:
+    if left_ids is not None:
         for shard in new.shards:
-            shard.table.add_left_ids(left.owned(shard.owned))
+            shard.table.add_left_ids(left_ids.owned(shard.owned))
+
+
+def _layout(
+    state: RowState,
+) -> list[tuple[range, TableOptions, BlockRouting | None]]:
+    """Returns what determines the rows of each of this rank's shards."""
+    return [
+        (shard.table.columns, shard.table.options, shard.routing)
+        for shard in state.shards
+    ]
 
 
 def _left_ids(old: RowState, new: RowState) -> LeftIds | None:
@@ -355,18 +387,16 @@ def _left_ids(old: RowState, new: RowState) -> LeftIds | None:
     if old.options.left_ids is None or new.options.left_ids is None:
         return None
     with refused_together(old.env):
-        records = [shard.table.left_ids() for shard in old.shards]
-    return LeftIds.merged(
-        record for of_rank in all_gathered(records, old.env) for record in of_rank
-    )
+        record = LeftIds.merged(shard.table.left_ids() for shard in old.shards)
+    return LeftIds.merged(all_gathered(record, old.env))
 
 
 def _stream(old: RowState, new: RowState, state: TableState) -> None:
+    """Moves the rows from shard to shard in rounds, each of them in messages."""
     env = old.env
-    sources, places = (
-        _Place.of_all_ranks(old.shards, env),
-        _Place.of_all_ranks(new.shards, env),
-    )
+    sources = _Place.of_all_ranks(old.shards, env)
+    places = _Place.of_all_ranks(new.shards, env)
+    # The shards of a group have the same ids; that of the first columns counts them.
     rows = {place.routing: place.rows for place in sources if place.columns.start == 0}
     groups = list(rows)
     with refused_together(env):
@@ -380,24 +410,14 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
         arriving = [shard.table.empty_copy() for shard in new.shards]
         for shard, table in zip(new.shards, arriving, strict=True):
             table.set_state(state.owned(shard.owned))
-        senders = [
-            _Sender(shard, groups.index(shard.routing), new.options)
-            for shard in old.shards
-        ]
-    bounded = new.options.max_rows is not None
-    size = rows_in(
-        PART_BYTES if bounded else _MESSAGE_BYTES,
-        old.dim,
-        sources[0].dtype,
-        old.optimizer,
-    )
-    parts = [-(-rows[routing] // size) for routing in groups]
-    rounds = [({g}, i) for g, count in enumerate(parts) for i in range(count)]
-    if not bounded:
-        rounds = [
-            ({g for g, count in enumerate(parts) if i < count}, i)
-            for i in range(max(parts, default=0))
-        ]
+        senders = []
+        for shard in old.shards:
+            group = groups.index(shard.routing)
+            senders.append(_Sender(shard, group, new.options))
+    is_bounded = new.options.max_rows is not None
+    part_bytes = PART_BYTES if is_bounded else _MESSAGE_BYTES
+    part_rows = rows_in(part_bytes, old.dim, sources[0].dtype, old.optimizer)
+    parts = [-(-rows[routing] // part_rows) for routing in groups]
     received: list[_Message] = []
 
     def write_and_take(active: set[int], part: range) -> list[list[_Message]]:
@@ -408,18 +428,40 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
         received = []
         return _by_rank(senders, active, part, places, env)
 
-    for active, number in rounds:
-        part = range(number * size, (number + 1) * size)
+    for active, number in _rounds(parts, one_group=is_bounded):
+        part = range(number * part_rows, (number + 1) * part_rows)
         received = _exchanged(partial(write_and_take, active, part), env)
     with refused_together(env):
         _write(old.name, arriving, received)
-        # Rows that had no room in the new shards have left the table.
-        evicted = [
-            table.left_ids() for table in arriving if new.options.left_ids is not None
-        ]
-        exchange_all(zip([shard.table for shard in new.shards], arriving, strict=True))
-        for shard, left in zip(new.shards, evicted, strict=False):
-            shard.table.add_left_ids(left)
+        _take_over(new, arriving)
+
+
+def _take_over(new: RowState, arriving: Sequence[Table]) -> None:
+    """Gives the rows that have arrived to the new shards."""
+    # Rows that had no room in the new shards have left the table.
+    evicted = []
+    if new.options.left_ids is not None:
+        evicted = [table.left_ids() for table in arriving]
+    new_tables = [shard.table for shard in new.shards]
+    exchange_all(zip(new_tables, arriving, strict=True))
+    for table, left_ids in zip(new_tables, evicted, strict=False):
+        table.add_left_ids(left_ids)
+
+
+def _rounds(parts: Sequence[int], *, one_group: bool) -> Iterator[tuple[set[int], int]]:
+    """Yields the groups that send a part in each round, and the number of the part.
+
+    Args:
+        parts: The number of parts of each group.
+        one_group: Whether the groups send one after the other.
+    """
+    if one_group:
+        for group, count in enumerate(parts):
+            for number in range(count):
+                yield {group}, number
+        return
+    for number in range(max(parts, default=0)):
+        yield {group for group, count in enumerate(parts) if number < count}, number
 
 
 class _Sender:
@@ -461,24 +503,20 @@ def _by_rank(
     for sender in senders:
         if sender.group not in active:
             continue
-        taken = sender.take(part)
-        owned: dict[BlockRouting | None, Part] = {None: taken}
+        rows = sender.take(part)
+        owned: dict[BlockRouting | None, Part] = {None: rows}
         for place in places:
-            if (
-                place.columns.start >= taken.columns.stop
-                or taken.columns.start >= place.columns.stop
-            ):
+            begins_after = place.columns.start >= rows.columns.stop
+            ends_before = rows.columns.start >= place.columns.stop
+            if begins_after or ends_before:
                 continue
-            if place.routing is not None and place.routing not in owned:
-                owned[place.routing] = taken.owned(place.routing.owned)
-            if len(owned[place.routing]):
-                sent[place.rank].append(
-                    (
-                        place.number,
-                        sender.group,
-                        owned[place.routing].cut(place.columns),
-                    )
-                )
+            routing = place.routing
+            if routing is not None and routing not in owned:
+                owned[routing] = rows.owned(routing.owned)
+            owned_rows = owned[routing]
+            if len(owned_rows):
+                message = (place.number, sender.group, owned_rows.cut(place.columns))
+                sent[place.rank].append(message)
     return sent
 
 
@@ -505,39 +543,58 @@ def _exchanged(
     group = env.process_group
     if group is None or env.world_size == 1:
         return take()[0]
-    device = (
-        torch.device("cpu")
-        if torch.device("cpu") in group._device_types
-        else torch.device("cuda")
-    )
+    device = torch.device("cpu")
+    if device not in group._device_types:
+        device = torch.device("cuda")
     with refused_together(env):
-        sent = take()
-        packed, of_parts = Part.packed(
-            [part for to_rank in sent for _, _, part in to_rank]
-        )
-        packed, left = packed.to(device), iter(of_parts)
-    described = [
-        [(number, of_group, next(left)) for number, of_group, _ in to_rank]
-        for to_rank in sent
-    ]
-    sizes = [sum(size for _, _, size in to_rank) for to_rank in described]
-    arriving = [of_rank[env.rank] for of_rank in all_gathered(described, env)]
-    expected = [sum(size for _, _, size in messages) for messages in arriving]
+        messages_to_ranks = take()
+        parts = [part for messages in messages_to_ranks for _, _, part in messages]
+        packed, part_sizes = Part.packed(parts)
+        packed = packed.to(device)
+    sent = _headers(messages_to_ranks, part_sizes)
+    sent_bytes = [sum(header.bytes for header in headers) for headers in sent]
+    arriving = [headers[env.rank] for headers in all_gathered(sent, env)]
+    arriving_bytes = [sum(header.bytes for header in headers) for headers in arriving]
     with refused_together(env):  # A rank without memory would keep the others waiting.
-        buffer = torch.empty(sum(expected), dtype=torch.uint8, device=device)
+        buffer = torch.empty(sum(arriving_bytes), dtype=torch.uint8, device=device)
     try:
-        dist.all_to_all_single(buffer, packed, expected, sizes, group=group)
+        dist.all_to_all_single(buffer, packed, arriving_bytes, sent_bytes, group=group)
     except RuntimeError as error:
         raise RuntimeError(
             f"a rank of the job has died: {str(error).strip()}"
         ) from error
-    received, begin = [], 0
+    received: list[_Message] = []
+    begin = 0
     buffer = buffer.cpu()
-    for number, of_group, size in (
-        message for messages in arriving for message in messages
-    ):
-        received.append(
-            (number, of_group, Part.from_bytes(buffer[begin : begin + size]))
-        )
-        begin += size
+    for headers in arriving:
+        for header in headers:
+            end = begin + header.bytes
+            part = Part.from_bytes(buffer[begin:end])
+            received.append((header.number, header.group, part))
+            begin = end
     return received
+
+
+class _Header(NamedTuple):
+    """What a rank tells of a message before it sends the rows."""
+
+    number: int  # The number of the receiving shard on its rank.
+    group: int  # The number of the sender's group.
+    bytes: int  # The size of the packed rows.
+
+
+def _headers(
+    messages_to_ranks: Sequence[Sequence[_Message]], part_sizes: Iterable[int]
+) -> list[list[_Header]]:
+    """Returns the headers of the messages to each rank.
+
+    ``part_sizes`` are the sizes of all messages, in the same order.
+    """
+    sizes = iter(part_sizes)
+    headers_to_ranks = []
+    for messages in messages_to_ranks:
+        headers = []
+        for number, group, _ in messages:
+            headers.append(_Header(number, group, next(sizes)))
+        headers_to_ranks.append(headers)
+    return headers_to_ranks

@@ -51,9 +51,9 @@ all kernels but its own.)
 """
 
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
-SHARDING_TYPES = [
-    each.value for each in ShardingType if each is not ShardingType.DATA_PARALLEL
-]
+SHARDING_TYPES = [kind.value for kind in ShardingType if kind.value != DATA_PARALLEL]
+# The keys of fused_params that deal_out moves to the plan.
+_RECSTORE_KEYS = {OPTIMIZER_KEY, ACCUMULATION_KEY, *STATE_KEYS}
 # The columns of a printed plan.
 _SHOWN = ("table in RecStore", "sharding type", "ranks", "options")
 
@@ -68,27 +68,23 @@ class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
     """
 
     def __str__(self) -> str:
+        stock_text = str(super().__str__())
         cells = self._cells()
-        return (
-            f"{super().__str__()}\n\n{text_table(_SHOWN, cells)}\n"
-            if cells
-            else str(super().__str__())
-        )
+        if not cells:
+            return stock_text
+        return f"{stock_text}\n\n{text_table(_SHOWN, cells)}\n"
 
     def _repr_html_(self) -> str:
         return html_table(_SHOWN, self._cells())
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                name,
-                str(each.sharding_type),
-                ", ".join(map(str, each.ranks or ())),
-                repr(each.options),
-            )
-            for name, each in self.items()
-            if isinstance(each, RecStoreParameterSharding)
-        ]
+        cells: list[tuple[str, ...]] = []
+        for name, sharding in self.items():
+            if isinstance(sharding, RecStoreParameterSharding):
+                ranks = ", ".join(map(str, sharding.ranks or ()))
+                kind = str(sharding.sharding_type)
+                cells.append((name, kind, ranks, repr(sharding.options)))
+        return cells
 
 
 @dataclass
@@ -169,19 +165,21 @@ class ResidentParameter(nn.Parameter):
 
     @classmethod
     def of(
-        cls, parameter: nn.Parameter, rows: int | None = None, name: str = ""
+        cls,
+        parameter: nn.Parameter,
+        rows: int | None = None,
+        name: str = "",
     ) -> ResidentParameter:
         """Returns a view of a parameter with ``rows`` over all ranks.
 
         Default: those of the default options.
         """
+        if rows is None:
+            rows = resident_rows(TableOptions(), parameter.shape[0])
         view = cls(parameter.data, requires_grad=parameter.requires_grad)
         # This copies the attributes that apply_optimizer_in_backward sets.
         view.__dict__.update(parameter.__dict__)
-        num_embeddings = parameter.shape[0]
-        view._resident_rows = (
-            resident_rows(TableOptions(), num_embeddings) if rows is None else rows
-        )
+        view._resident_rows = rows
         view._table_name = name
         return view
 
@@ -220,18 +218,18 @@ def with_own_arguments(
     reads too.
     """
     check_int("accumulation_steps", accumulation_steps, 1)
-    own: dict[str, Any] = (
-        {} if accumulation_steps == 1 else {ACCUMULATION_KEY: accumulation_steps}
-    )
+    params = dict(fused_params or {})
+    if accumulation_steps != 1:
+        params[ACCUMULATION_KEY] = accumulation_steps
     if optimizer is not None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 "optimizer must be one of torchrec_recstore.optim, got"
                 f" {type(optimizer).__name__}"
             )
-        own[OPTIMIZER_KEY] = optimizer
-        optimizer_from_fused_params({**(fused_params or {}), **own}, [])
-    return None if fused_params is None and not own else {**(fused_params or {}), **own}
+        params[OPTIMIZER_KEY] = optimizer
+        optimizer_from_fused_params(params, [])
+    return None if fused_params is None and not params else params
 
 
 def with_marks(
@@ -261,61 +259,86 @@ def deal_out(
     kernels, and the plan with it. Raises ValueError and NotImplementedError as
     ``RecStoreSharder.shard``.
     """
-    tables = [
-        name
-        for name, sharding in plan.items()
-        if sharding.compute_kernel == RECSTORE_KERNEL
-    ]
-    # DMPCollection averages only tables on TorchRec's kernels.
-    if tables and isinstance(env, ShardingEnv2D):
-        raise NotImplementedError(
-            f"RecStore table(s) {', '.join(map(repr, tables))}: DMPCollection would not"
-            " average their replicas, which would drift apart: use"
-            " DistributedModelParallel, which shards tables over all ranks and"
-            " replicates the other layers, or TorchRec's own kernels"
-        )
+    if isinstance(env, ShardingEnv2D):
+        _refuse_replicas(plan)
     _warn_of_stock_tables(sharder, plan)
     plan = with_options(plan, parameters)
     fused_params = sharder.fused_params
     _check_marks(fused_params or {}, plan, parameters)
-    moved = {OPTIMIZER_KEY, ACCUMULATION_KEY, *STATE_KEYS}
-    own = {key: value for key, value in (fused_params or {}).items() if key in moved}
-    if fused_params is None or not own:
+    if fused_params is None:
+        return None, plan
+    stock_params: dict[str, Any] = {}
+    recstore_params: dict[str, Any] = {}
+    for key, value in fused_params.items():
+        if key in _RECSTORE_KEYS:
+            recstore_params[key] = value
+        else:
+            stock_params[key] = value
+    if not recstore_params:
         return fused_params, plan
-    stock = {key: value for key, value in fused_params.items() if key not in own}
-    dealt = dict(plan)
+    entries = dict(plan)
     for name, sharding in plan.items():
-        asked = state_dtype(with_marks(fused_params, parameters.get(name)), [name])
+        parameter = parameters.get(name)
+        dtype = state_dtype(with_marks(fused_params, parameter), [name])
         if sharding.compute_kernel == RECSTORE_KERNEL:
             if not isinstance(sharding, RecStoreParameterSharding):
                 sharding = RecStoreParameterSharding.of(sharding, TableOptions())
-            dealt[name] = replace(
+            entries[name] = replace(
                 sharding,
-                optimizer=own.get(OPTIMIZER_KEY),
-                accumulation_steps=own.get(ACCUMULATION_KEY, 1),
-                state_dtype=None if asked is torch.float32 else asked,
+                optimizer=recstore_params.get(OPTIMIZER_KEY),
+                accumulation_steps=recstore_params.get(ACCUMULATION_KEY, 1),
+                state_dtype=None if dtype is torch.float32 else dtype,
             )
         elif sharding.compute_kernel.startswith("fused"):
-            refused = (
+            marked_class, _ = marked_optimizer(parameter)
+            _check_stock_table(
                 f"table {name!r} is on TorchRec's kernel {sharding.compute_kernel!r},"
-                " which does not take"
+                " which does not take",
+                recstore_params,
+                has_narrow_state=dtype is not torch.float32,
+                has_optimizer="optimizer" in stock_params or marked_class is not None,
             )
-            if asked is not torch.float32:
-                keys = " and ".join(key for key in STATE_KEYS if key in own)
-                raise ValueError(
-                    f"{refused} {keys}: leave it out of fused_params, or place the"
-                    " table in RecStore"
-                )
-            selected = (
-                "optimizer" in stock
-                or marked_optimizer(parameters.get(name))[0] is not None
-            )
-            if OPTIMIZER_KEY in own and not selected:
-                raise ValueError(
-                    f"{refused} optimizer={own[OPTIMIZER_KEY]!r}: select its optimizer"
-                    " by fused_params or apply_optimizer_in_backward"
-                )
-    return stock, dealt
+    return stock_params, entries
+
+
+def _refuse_replicas(plan: Mapping[str, ParameterSharding]) -> None:
+    # DMPCollection averages only tables on TorchRec's kernels.
+    tables = [
+        repr(name)
+        for name, sharding in plan.items()
+        if sharding.compute_kernel == RECSTORE_KERNEL
+    ]
+    if tables:
+        raise NotImplementedError(
+            f"RecStore table(s) {', '.join(tables)}: DMPCollection would not"
+            " average their replicas, which would drift apart: use"
+            " DistributedModelParallel, which shards tables over all ranks and"
+            " replicates the other layers, or TorchRec's own kernels"
+        )
+
+
+def _check_stock_table(
+    refusal: str,
+    recstore_params: Mapping[str, Any],
+    *,
+    has_narrow_state: bool,
+    has_optimizer: bool,
+) -> None:
+    """Raises ValueError if an argument of RecStore's would have no effect on a table on
+    TorchRec's kernel.
+    """
+    if has_narrow_state:
+        keys = " and ".join(key for key in STATE_KEYS if key in recstore_params)
+        raise ValueError(
+            f"{refusal} {keys}: leave it out of fused_params, or place the table in"
+            " RecStore"
+        )
+    optimizer = recstore_params.get(OPTIMIZER_KEY)
+    if optimizer is not None and not has_optimizer:
+        raise ValueError(
+            f"{refusal} optimizer={optimizer!r}: select its optimizer by fused_params or"
+            " apply_optimizer_in_backward"
+        )
 
 
 def with_options(
@@ -359,9 +382,8 @@ def _check_marks(
         if marked is None or sharding.compute_kernel != RECSTORE_KERNEL:
             continue
         by_params = optimizer_from_fused_params(fused_params, [name])
-        by_mark = optimizer_from_fused_params(
-            {"optimizer": optimizer_type_to_emb_opt_type(marked)}, [name]
-        )
+        mark = {"optimizer": optimizer_type_to_emb_opt_type(marked)}
+        by_mark = optimizer_from_fused_params(mark, [name])
         if type(by_params) is not type(by_mark):
             raise ValueError(
                 f"RecStore table {name!r}: fused_params select"
@@ -381,26 +403,22 @@ def check_plan(
     """
     if sharding.compute_kernel != RECSTORE_KERNEL:
         return
-    refused = (
+    refusal = (
         f"RecStore table {config.name!r}: sharding type {sharding.sharding_type!r} is"
         " not supported"
     )
     if sharding.sharding_type not in supported:
         raise ValueError(
-            f"{refused} in {collection}; supported are {', '.join(supported)}"
+            f"{refusal} in {collection}; supported are {', '.join(supported)}"
         )
-    if (
-        remote_options(sharding) is not None
-        and sharding.sharding_type != ShardingType.TABLE_WISE.value
-    ):
+    is_remote = remote_options(sharding) is not None
+    if is_remote and sharding.sharding_type != ShardingType.TABLE_WISE.value:
         raise ValueError(
-            f"{refused} for a table on servers, which distribute its rows: use"
+            f"{refusal} for a table on servers, which distribute its rows: use"
             " table_wise"
         )
-    check_init_fn(
-        config,
-        sharding.options if isinstance(sharding, RecStoreParameterSharding) else None,
-    )
+    has_options = isinstance(sharding, RecStoreParameterSharding)
+    check_init_fn(config, sharding.options if has_options else None)
 
 
 def remote_options(sharding: ParameterSharding | None) -> Servers | None:
@@ -424,12 +442,10 @@ def hashed_features(
     Raises ValueError, which names both tables, if a feature also belongs to a table
     whose ids must not be mixed.
     """
-    hashed = {
-        feature: c.name
-        for c in configs
-        if _is_hashed(shardings[c.name])
-        for feature in c.feature_names
-    }
+    hashed: dict[str, str] = {}  # The name of the table of each feature.
+    for config in configs:
+        if _is_hashed(shardings[config.name]):
+            hashed.update(dict.fromkeys(config.feature_names, config.name))
     for config in configs:
         shared = sorted(hashed.keys() & set(config.feature_names))
         if shared and not _is_hashed(shardings[config.name]):
@@ -467,9 +483,9 @@ def _warn_of_stock_tables(
     # plans have no RecStore tables if they were made with other sharders than those
     # that shard the model.
     kernels = {
-        name: s.compute_kernel
-        for name, s in plan.items()
-        if s.sharding_type != DATA_PARALLEL
+        name: sharding.compute_kernel
+        for name, sharding in plan.items()
+        if sharding.sharding_type != DATA_PARALLEL
     }
     if isinstance(plan, RecStoreModulePlan) or RECSTORE_KERNEL in kernels.values():
         return
@@ -496,25 +512,21 @@ def warn_of_overridden(
         if not hasattr(sharder, "with_stock_kernels"):
             continue
         collection_type = sharder.module_type
-        overriding = [
-            later
-            for later in sharders[place + 1 :]
-            if later.module_type is collection_type
-            and not hasattr(later, "with_stock_kernels")
-        ]
-        if not overriding:
+        theirs = ""
+        for later in sharders[place + 1 :]:
+            is_stock = not hasattr(later, "with_stock_kernels")
+            if is_stock and later.module_type is collection_type:
+                theirs = type(later).__name__
+        if not theirs:
             continue
-        tables = [
-            name
-            for module in model.modules()
-            if type(module) is collection_type
-            for name in sharder.shardable_parameters(module)
-            if asks_for_recstore(constraints.get(name))
-        ]
+        tables: list[str] = []
+        for module in model.modules():
+            if type(module) is collection_type:
+                tables += sharder.shardable_parameters(module)
+        tables = [name for name in tables if asks_for_recstore(constraints.get(name))]
         if not tables:
             continue
         ours = type(sharder).__name__
-        theirs = type(overriding[-1]).__name__
         warn_user(
             f"table(s) {', '.join(map(repr, tables))} are not in RecStore: {theirs},"
             f" which comes later in the list of sharders, overrides {ours}: put {ours}"

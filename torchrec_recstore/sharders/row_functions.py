@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.sharders.gather import (
     all_gathered,
@@ -66,9 +65,9 @@ def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
         for shard in shards:
             # This raises the error of a table without scores.
             shard.table.set_scores(ids[:0], scores[:0])
-    everywhere = all_gathered((ids, scores.detach()), env)
-    all_ids = torch.cat([of_rank[0] for of_rank in everywhere])
-    all_scores = torch.cat([of_rank[1] for of_rank in everywhere])
+    gathered = all_gathered((ids, scores.detach()), env)
+    all_ids = torch.cat([ids_of_rank for ids_of_rank, _ in gathered])
+    all_scores = torch.cat([scores_of_rank for _, scores_of_rank in gathered])
     rows = 0
     with refused_together(env):
         for shard in shards:
@@ -115,29 +114,20 @@ def left_ids(model: nn.Module, name: str) -> LeftIds:
     All of these errors are raised on every rank, and the record goes on.
     """
     env = whole_environment()
-    taken: list[tuple[Table, LeftIds]] = []
+    records: list[tuple[Table, LeftIds]] = []
     try:
         with refused_together(env):
             table = _table(model, name, "left_ids")
             for shard in table.shards:
-                taken.append((shard.table, shard.table.left_ids()))
-        return _merged(
-            [left for _, left in taken],
-            env,
-            gathers=not isinstance(table, EagerModelTable),
-        )
+                records.append((shard.table, shard.table.left_ids()))
+        local = LeftIds.merged(record for _, record in records)
+        if isinstance(table, EagerModelTable):
+            return local
+        return LeftIds.merged(all_gathered(local, env))
     except BaseException:
-        for of_shard, left in taken:
-            of_shard.add_left_ids(left)
+        for shard_table, record in records:
+            shard_table.add_left_ids(record)
         raise
-
-
-def _merged(records: list[LeftIds], env: ShardingEnv, *, gathers: bool) -> LeftIds:
-    if not gathers:
-        return LeftIds.merged(records)
-    return LeftIds.merged(
-        record for of_rank in all_gathered(records, env) for record in of_rank
-    )
 
 
 def _table(model: nn.Module, name: str, function: str) -> ModelTable | EagerModelTable:

@@ -6,7 +6,7 @@ Tests: tests/checkpoint/test_state_dict.py, tests/sharders/test_state_writes.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -47,7 +47,13 @@ from torchrec_recstore.table_parameter import GivenCopies, without_rows_to_load
 
 # The methods that return copies of a table's weights and ids, and of its optimizer
 # state, for error messages.
-WEIGHTS, _STATES = "state_dict", "fused_optimizer.state_dict"
+WEIGHTS = "state_dict"
+_STATES = "fused_optimizer.state_dict"
+
+# The entries of a table's optimizer state that load_state_dict needs as a whole.
+_BY_ROW = ("id", "last_step", COUNTS_KEY, SCORES_KEY)
+# The entries that the clocks and the stamps of a table need.
+_BOOKKEEPING = ("id", "steps", "optimizer_steps", "last_step")
 
 
 @dataclass(eq=False, repr=False)
@@ -92,26 +98,28 @@ class RowState:
             return {}
         self.copies.check_usable()
         layout = ShardLayout(self.name, self.shards, self.env, with_state=True)
-        rows = [self._read(shard.table) for shard in self.shards]
-        by_kind = {"element": layout.by_column, "row": layout.by_column_shard}
-        starts = torch.tensor([columns.start for columns in layout.column_shards])
-        plain = {
-            "columns": starts,
+        starts = [columns.start for columns in layout.column_shards]
+        of_table = {
+            "columns": torch.tensor(starts),
             "rows": torch.tensor([layout.rows]),
             **layout.state.tensors(),
         }
-        return {
-            "id": layout.by_row(of_shard["id"] for of_shard in rows),
-            **{key: self._given(value) for key, value in plain.items()},
-            "last_step": layout.by_row(of_shard["last_step"] for of_shard in rows),
-            frequency_key(self.options): layout.by_row(
-                of_shard["frequency"] for of_shard in rows
-            ),
-            **{
-                key: by_kind[kind](of_shard[key] for of_shard in rows)
-                for key, kind in self._states.items()
-            },
-        }
+        shards = [self._read(shard.table) for shard in self.shards]
+
+        def of_shards(key: str) -> list[Tensor]:
+            return [tensors[key] for tensors in shards]
+
+        state: dict[str, Value] = {"id": layout.by_row(of_shards("id"))}
+        for key, tensor in of_table.items():
+            state[key] = self._give(tensor)
+        state["last_step"] = layout.by_row(of_shards("last_step"))
+        state[frequency_key(self.options)] = layout.by_row(of_shards("frequency"))
+        for key, kind in self._states.items():
+            if kind == "element":
+                state[key] = layout.by_column(of_shards(key))
+            else:
+                state[key] = layout.by_column_shard(of_shards(key))
+        return state
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         """Loads the state into the rows of the table. Collective.
@@ -126,21 +134,19 @@ class RowState:
         self.check_keys(state)
         # The gathering is collective, so every rank takes part, also ranks without a
         # shard.
-        by_row = ("id", "last_step", COUNTS_KEY, SCORES_KEY)
-        state = {
-            k: gathered_rows(v, self.env) if k in by_row else v
-            for k, v in state.items()
-        }
+        state = dict(state)
+        for key in state:
+            if key in _BY_ROW:
+                state[key] = gathered_rows(state[key], self.env)
         with refused_together(self.env):
-            _check_row_count(
-                self.name, state["rows"], len(torch.as_tensor(state["id"]))
-            )
-            whole = TableState.from_tensors(state)
+            loaded_rows = len(torch.as_tensor(state["id"]))
+            _check_row_count(self.name, state["rows"], loaded_rows)
+            table_state = TableState.from_tensors(state)
             parts = [self._part(shard, state) for shard in self.shards]
         for shard, part in zip(self.shards, parts, strict=True):
             # The state must be set before rows are written, because eviction chooses
             # rows by it.
-            shard.table.set_state(whole.owned(shard.owned))
+            shard.table.set_state(table_state.owned(shard.owned))
             shard.table.write(part)
         self.copies.forget(self.name, _STATES)
 
@@ -148,32 +154,23 @@ class RowState:
         """Ends the check for writes to the tensors that ``state_dict`` returned, after
         all rows were replaced.
         """
-        for what in (WEIGHTS, _STATES):
-            self.copies.forget(self.name, what)
+        for description in (WEIGHTS, _STATES):
+            self.copies.forget(self.name, description)
 
     def check_keys(self, state: Mapping[str, object]) -> None:
         """Raises ``ValueError`` if an optimizer state lacks a key.
 
         The message names the table and the keys.
         """
-        self._check_present(
-            (
-                "id",
-                "columns",
-                "rows",
-                "steps",
-                "optimizer_steps",
-                "last_step",
-                *self._states,
-            ),
-            state,
-        )
+        keys = ["id", "columns", "rows", "steps", "optimizer_steps", "last_step"]
+        keys += self._states
+        self._check_present(keys, state)
 
     def check_bookkeeping(self, state: Mapping[str, object]) -> None:
         """Raises ``ValueError`` like :meth:`check_keys` if a key of the clocks and the
         stamps is missing.
         """
-        self._check_present(("id", "steps", "optimizer_steps", "last_step"), state)
+        self._check_present(_BOOKKEEPING, state)
 
     def _check_present(self, keys: Sequence[str], state: Mapping[str, object]) -> None:
         missing = [key for key in keys if key not in state]
@@ -192,51 +189,57 @@ class RowState:
         whole_ids = torch.as_tensor(state["id"])
         positions = owned_positions(shard, whole_ids)
         part = shard.table.part(whole_ids[positions])
-        part.rows["frequency"] = torch.zeros(len(positions), dtype=torch.int64)
-        for name, key in {
-            "last_step": "last_step",
-            "frequency": frequency_key(self.options),
-        }.items():
-            if key not in state:  # The state has frequencies of the other kind.
-                continue
-            if state[key].shape != whole_ids.shape:
-                raise ValueError(
-                    f"RecStore table {self.name!r}: {key} is of shape"
-                    f" {tuple(state[key].shape)}, but there are {len(whole_ids)} ids"
-                )
-            part.rows[name] = state[key][positions]
+        part.rows["last_step"] = self._stamps(state, "last_step", whole_ids)[positions]
+        key = frequency_key(self.options)
+        if key in state:
+            frequencies = self._stamps(state, key, whole_ids)[positions]
+        else:  # The state has frequencies of the other kind.
+            frequencies = torch.zeros(len(positions), dtype=torch.int64)
+        part.rows["frequency"] = frequencies
         starts = torch.as_tensor(state["columns"]).tolist()
         for key, kind in self._states.items():
-            source = WholeRows(
-                f"RecStore table {self.name!r}: {key}", state[key], whole_ids
-            )
+            description = f"RecStore table {self.name!r}: {key}"
+            source = WholeRows(description, state[key], whole_ids)
             width = self.dim if kind == "element" else len(starts)
             if source.shape[1] != width:
                 raise ValueError(
-                    f"RecStore table {self.name!r}: {key} is of shape {source.shape},"
-                    f" not {width} columns"
+                    f"{description} is of shape {source.shape}, not {width} columns"
                 )
-            part.rows[key] = (
-                source.rows(shard, part.columns)
-                if kind == "element"
-                else _row_wise(shard, source, starts)
-            )
+            if kind == "element":
+                part.rows[key] = source.rows(shard, part.columns)
+            else:
+                part.rows[key] = _row_wise(shard, source, starts)
         return part
 
-    def _given(self, copy: Tensor) -> Tensor:
+    def _stamps(self, state: Mapping[str, Value], key: str, ids: Tensor) -> Tensor:
+        """Returns an entry of ``state`` that has a number for each of ``ids``, (R,)."""
+        stamps = torch.as_tensor(state[key])
+        if stamps.shape != ids.shape:
+            raise ValueError(
+                f"RecStore table {self.name!r}: {key} is of shape"
+                f" {tuple(stamps.shape)}, but there are {len(ids)} ids"
+            )
+        return stamps
+
+    def _give(self, copy: Tensor) -> Tensor:
         return self.copies.give(self.name, _STATES, copy)
 
     def _read(self, table: Table) -> dict[str, Tensor]:
         """Returns the ids, the optimizer state and the stamps of all rows, without the
         weights.
         """
-        parts: dict[str, list[Tensor]] = {
-            key: [] for key in ("id", *self._states, *STAMPS)
-        }
+        ids: list[Tensor] = []
+        columns: dict[str, list[Tensor]] = {}
+        for key in (*self._states, *STAMPS):
+            columns[key] = []
         for part in table.parts():
-            for key, values in parts.items():
-                values.append(part.ids if key == "id" else part.rows[key])
-        return {key: self._given(torch.cat(values)) for key, values in parts.items()}
+            ids.append(part.ids)
+            for key, values in columns.items():
+                values.append(part.rows[key])
+        tensors = {"id": self._give(torch.cat(ids))}
+        for key, values in columns.items():
+            tensors[key] = self._give(torch.cat(values))
+        return tensors
 
 
 def _row_wise(shard: LocalShard, source: WholeRows, starts: Sequence[int]) -> Tensor:
@@ -252,15 +255,15 @@ def _row_wise(shard: LocalShard, source: WholeRows, starts: Sequence[int]) -> Te
         place = starts.index(columns.start) if columns.start in starts else len(starts)
         return source.rows(shard, range(place, place + 1)).squeeze(1)
     values = source.rows(shard, range(len(starts)))
+    covering: list[Tensor] = []
+    widths: list[int] = []
     edges = pairwise([*starts, shard.table.dim])
-    overlaps = [
-        len(range(max(start, columns.start), min(end, columns.stop)))
-        for start, end in edges
-    ]
-    covering = [i for i, overlap in enumerate(overlaps) if overlap]
-    return column_weighted_mean(
-        [values[:, i].contiguous() for i in covering], [overlaps[i] for i in covering]
-    )
+    for place, (start, end) in enumerate(edges):
+        common = range(max(start, columns.start), min(end, columns.stop))
+        if common:
+            covering.append(values[:, place].contiguous())
+            widths.append(len(common))
+    return column_weighted_mean(covering, widths)
 
 
 def _check_row_count(name: str, saved: Value, loaded: int) -> None:
@@ -284,21 +287,24 @@ def _export_weights(table: RowState) -> tuple[Tensor, Tensor]:
     Collective.
     """
     layout = ShardLayout(table.name, table.shards, table.env)
-    ids = [shard.table.ids() for shard in table.shards]
-    weights = [
-        shard.table.lookup(i) for shard, i in zip(table.shards, ids, strict=True)
-    ]
-    given = [
-        [table.copies.give(table.name, WEIGHTS, part) for part in parts]
-        for parts in (weights, ids)
-    ]
-    whole = layout.by_column(given[0], layout.dtype)
-    whole.ids = whole_ids = layout.by_row(given[1])
-    return whole, whole_ids
+    ids: list[Tensor] = []
+    weights: list[Tensor] = []
+    for shard in table.shards:
+        shard_ids = shard.table.ids()
+        shard_weights = shard.table.lookup(shard_ids)
+        ids.append(table.copies.give(table.name, WEIGHTS, shard_ids))
+        weights.append(table.copies.give(table.name, WEIGHTS, shard_weights))
+    all_weights = layout.by_column(weights, layout.dtype)
+    all_ids = layout.by_row(ids)
+    all_weights.ids = all_ids
+    return all_weights, all_ids
 
 
 def _checked_weights(
-    name: str, shards: Sequence[LocalShard], weight: Value, ids: Tensor | None
+    name: str,
+    shards: Sequence[LocalShard],
+    weight: Value,
+    ids: Tensor | None,
 ) -> WholeRows:
     """Checks weights, (R, dim), that replace a table's rows.
 
@@ -369,7 +375,12 @@ class ModuleState:
         return f"{prefix}{self.container}.{name}.weight"
 
     def note_rows_of(
-        self, name: str, checksum: str, base: str | None, *, is_complete: bool = True
+        self,
+        name: str,
+        checksum: str,
+        base: str | None,
+        *,
+        is_complete: bool = True,
     ) -> None:
         """Notes that a table has been saved to a checkpoint, or has got the rows of it.
 
@@ -391,7 +402,8 @@ class ModuleState:
         theirs.
         """
         bases = self._bases.get(name, {})
-        for delta in [delta for delta, base in bases.items() if base == checksum]:
+        deltas = [delta for delta, base in bases.items() if base == checksum]
+        for delta in deltas:
             del bases[delta]
             self._had.get(name, set()).discard(delta)
             self._forget_deltas_of(name, delta)
@@ -449,50 +461,66 @@ class ModuleState:
             if self.emits_rows and key in state_dict:
                 raise ValueError(rows_not_loaded(key))
             state_dict[key] = without_rows_to_load(placeholder_parameter(name, dim))
-        keys = {name: self.weight_key(prefix, name) for name in self.shards}
+        keys = {name: self.weight_key(prefix, name) for name in self.tables}
         if self.emits_rows:
-            given = [
-                each
-                for key in keys.values()
-                for each in (key, f"{key}_id", f"{key}_rows")
-                if each in state_dict
-            ]
-            if any(of_rank != given for of_rank in all_gathered(given, self.env)):
+            self._check_same_entries(keys.values(), state_dict)
+            self._replace_rows(keys, state_dict)
+        for name, key in keys.items():
+            if key in state_dict or not self.emits_rows:
+                placeholder = placeholder_parameter(name, self.tables[name].dim)
+                state_dict[key] = without_rows_to_load(placeholder)
+
+    def _check_same_entries(
+        self, keys: Iterable[str], state_dict: Mapping[str, Value]
+    ) -> None:
+        """Raises ValueError if the ranks load entries of other tables. Collective."""
+        present: list[str] = []
+        for key in keys:
+            entries = (key, f"{key}_id", f"{key}_rows")
+            present += [entry for entry in entries if entry in state_dict]
+        for entries_of_rank in all_gathered(present, self.env):
+            if entries_of_rank != present:
                 raise ValueError(
                     "the ranks load other entries of RecStore tables: pass the whole"
                     " state on every rank, because broadcast_from_rank0=True sends no"
                     " ids, or call load_distributed_checkpoint"
                 )
-            found = {name: key for name, key in keys.items() if key in state_dict}
-            ids = {
-                name: state_dict.pop(f"{key}_id", None) for name, key in found.items()
-            }
-            counts = {
-                name: state_dict.pop(f"{key}_rows", None) for name, key in found.items()
-            }
-            whole_ids = {
-                name: None if i is None else gathered_rows(i, self.env)
-                for name, i in ids.items()
-            }
-            with refused_together(self.env):
-                for name, count in counts.items():
-                    if count is not None:
-                        _check_row_count(name, count, state_dict[found[name]].size(0))
-                sources = {
-                    name: _checked_weights(
-                        name, self.tables[name].shards, state_dict[key], whole_ids[name]
-                    )
-                    for name, key in found.items()
-                }
-            for name, source in sources.items():
-                replace_rows(self.tables[name].shards, source)
-                self.forget_rows_of(name)
-                self.copies.forget(name, WEIGHTS)
-        for name, key in keys.items():
-            if key in state_dict or not self.emits_rows:
-                state_dict[key] = without_rows_to_load(
-                    placeholder_parameter(name, self.tables[name].dim)
+
+    def _replace_rows(
+        self, keys: Mapping[str, str], state_dict: dict[str, Value]
+    ) -> None:
+        """Replaces the rows of the tables whose weights are in ``state_dict``, and
+        removes their ids and counts there.
+
+        Collective.
+        """
+        names = [name for name, key in keys.items() if key in state_dict]
+        ids: dict[str, Tensor | None] = {}
+        row_counts: dict[str, Value | None] = {}
+        for name in names:
+            row_counts[name] = state_dict.pop(f"{keys[name]}_rows", None)
+            table_ids = state_dict.pop(f"{keys[name]}_id", None)
+            if table_ids is not None:
+                table_ids = gathered_rows(table_ids, self.env)
+            ids[name] = table_ids
+        sources: dict[str, WholeRows] = {}
+        with refused_together(self.env):
+            for name in names:
+                row_count = row_counts[name]
+                if row_count is not None:
+                    loaded_rows = state_dict[keys[name]].size(0)
+                    _check_row_count(name, row_count, loaded_rows)
+            for name in names:
+                sources[name] = _checked_weights(
+                    name,
+                    self.tables[name].shards,
+                    state_dict[keys[name]],
+                    ids[name],
                 )
+        for name, source in sources.items():
+            replace_rows(self.tables[name].shards, source)
+            self.forget_rows_of(name)
+            self.copies.forget(name, WEIGHTS)
 
     def optimizer_with_states(self, optimizer: CombinedOptimizer) -> CombinedOptimizer:
         """Returns the module's fused optimizer, which has the tables of this rank, with
@@ -500,37 +528,42 @@ class ModuleState:
         """
         # Saving is collective for each table, so every rank must have all tables, in
         # the same order.
-        parameters, states, others = {}, {}, []
+        parameters: dict[str, nn.Parameter] = {}
+        states: dict[nn.Parameter, dict[str, RowState]] = {}
         tables = {
             self.weight_key("", name): table for name, table in self.tables.items()
         }
+        of_this_rank: dict[str, nn.Parameter] = {}
+        for _, handle in reversed(optimizer.optimizers):
+            of_this_rank.update(handle.params)
         for key, table in tables.items():
-            found = [
-                handle.params[key]
-                for _, handle in optimizer.optimizers
-                if key in handle.params
-            ]
-            if found:
-                parameters[key] = found[0]
-            else:
-                parameters[key] = placeholder_parameter(
-                    table.name, table.dim, frozen=table.options.frozen
+            parameter = of_this_rank.get(key)
+            if parameter is None:
+                parameter = placeholder_parameter(
+                    table.name,
+                    table.dim,
+                    frozen=table.options.frozen,
                 )
-            states[parameters[key]] = {"rows": table}
+            parameters[key] = parameter
+            states[parameter] = {"rows": table}
             group = self._groups.setdefault(
                 table.optimizer, {"params": [], "lr": table.optimizer.lr}
             )
-            group["params"].append(parameters[key])
+            group["params"].append(parameter)
+        optimizers = []
         for path, handle in optimizer.optimizers:
-            own = [tables[key] for key in handle.params if key in tables]
-            if own:
-                handle.param_groups = [self._groups[own[0].optimizer]]
+            recstore_keys = [key for key in handle.params if key in tables]
+            if recstore_keys:
+                # The tables of a kernel have the same optimizer.
+                kernel_optimizer = tables[recstore_keys[0]].optimizer
+                handle.param_groups = [self._groups[kernel_optimizer]]
                 self._handles.append(handle)
             else:
-                others.append((path, handle))
+                optimizers.append((path, handle))
         of_module = BackwardOptimizer(parameters, states, list(self._groups.values()))
         self._handles.append(of_module)
-        return CombinedOptimizer([*others, ("", of_module)])
+        optimizers.append(("", of_module))
+        return CombinedOptimizer(optimizers)
 
     def take_over(self, fresh: ModuleState) -> None:
         """Replaces the tables by those of a module of the same tables with another
@@ -538,13 +571,18 @@ class ModuleState:
         """
         # The parameter groups stay, with their learning rates: optimizers and
         # schedulers of the user refer to them.
-        kept = {id(fresh._groups[key]): group for key, group in self._groups.items()}
+        groups_by_id: dict[int, dict[str, Any]] = {}
+        for optimizer, group in self._groups.items():
+            new_group = fresh._groups[optimizer]
+            groups_by_id[id(new_group)] = group
+            group["params"][:] = new_group["params"]
         for handle in fresh._handles:
-            handle.param_groups = [kept[id(group)] for group in handle.param_groups]
-        for key, group in self._groups.items():
-            group["params"][:] = fresh._groups[key]["params"]
+            groups = [groups_by_id[id(group)] for group in handle.param_groups]
+            handle.param_groups = groups
         self._handles = fresh._handles
-        self.copies, self.tables, self.marks = fresh.copies, fresh.tables, {}
+        self.copies = fresh.copies
+        self.tables = fresh.tables
+        self.marks = {}
 
     def add_rows(
         self,
@@ -572,5 +610,7 @@ class ModuleState:
         for name, table in self.tables.items():
             key = self.weight_key(prefix, name)
             weights, ids = _export_weights(table)
-            rows = self.copies.give(name, WEIGHTS, torch.tensor([weights.size(0)]))
-            state_dict |= {key: weights, f"{key}_id": ids, f"{key}_rows": rows}
+            row_count = torch.tensor([weights.size(0)])
+            state_dict[key] = weights
+            state_dict[f"{key}_id"] = ids
+            state_dict[f"{key}_rows"] = self.copies.give(name, WEIGHTS, row_count)

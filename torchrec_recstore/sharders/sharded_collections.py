@@ -7,7 +7,7 @@ Tests: tests/sharders/test_embeddingbag.py, tests/sharders/test_embedding.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -79,7 +79,10 @@ def _has_trained_weights(features: KeyedJaggedTensor) -> bool:
 
 
 def _bags_of_examples(
-    pooled: KeyedTensor, *, inverse: InverseIndices, feature_of: Mapping[str, str]
+    pooled: KeyedTensor,
+    *,
+    inverse: InverseIndices,
+    feature_of: Mapping[str, str],
 ) -> KeyedTensor:
     """Returns the pooled rows of the bag of each example.
 
@@ -88,18 +91,18 @@ def _bags_of_examples(
         inverse: The number of the bag of each example.
         feature_of: The feature of each output, by name.
     """
-    places = {name: place for place, name in enumerate(inverse[0])}
-    parts = []
-    for name, of_output in zip(
-        pooled.keys(),
-        pooled.values().split(pooled.length_per_key(), dim=1),
-        strict=True,
-    ):
-        parts.append(of_output.index_select(0, inverse[1][places[feature_of[name]]]))
+    features, bags_of_features = inverse
+    places = {name: place for place, name in enumerate(features)}
+    dims = pooled.length_per_key()
+    rows_of_outputs = pooled.values().split(dims, dim=1)
+    expanded = []
+    for name, rows in zip(pooled.keys(), rows_of_outputs, strict=True):
+        bags = bags_of_features[places[feature_of[name]]]
+        expanded.append(rows.index_select(0, bags))
     return KeyedTensor(
         keys=pooled.keys(),
-        length_per_key=pooled.length_per_key(),
-        values=torch.cat(parts, dim=1),
+        length_per_key=dims,
+        values=torch.cat(expanded, dim=1),
     )
 
 
@@ -157,11 +160,8 @@ class RecStoreShardedEmbeddingBagCollection(
             features = maybe_td_to_kjt(features)
         # TorchRec's kernels would use the weight 1 for each id (torchrec 1.8.0). The
         # unsharded collection raises.
-        if (
-            is_weighted(self)
-            and not self.weights_come_later
-            and features.weights_or_none() is None
-        ):
+        needs_weights = is_weighted(self) and not self.weights_come_later
+        if needs_weights and features.weights_or_none() is None:
             raise ValueError(
                 f"is_weighted=True needs weights of the features {features.keys()}:"
                 " give the batch weights, or shard feature processors that make them"
@@ -208,12 +208,12 @@ class RecStoreShardedEmbeddingBagCollection(
     @cached_property
     def _feature_of(self) -> dict[str, str]:
         """The feature of each output, by name."""
-        names = get_embedding_names_by_table(self.table_configs)
-        return {
-            name: feature
-            for config, of_table in zip(self.table_configs, names, strict=True)
-            for name, feature in zip(of_table, config.feature_names, strict=True)
-        }
+        features: dict[str, str] = {}
+        configs = self.table_configs
+        names_by_table = get_embedding_names_by_table(configs)
+        for config, names in zip(configs, names_by_table, strict=True):
+            features.update(zip(names, config.feature_names, strict=True))
+        return features
 
     def _uses_weights(self) -> bool:
         return is_weighted(self)
@@ -226,66 +226,61 @@ class RecStoreShardedEmbeddingBagCollection(
         # keep their gradient only if they are returned unchanged: on one rank, with one
         # sharding that does not split rows, and with the features in the order of that
         # sharding.
-        plan, shardings, ranks = (
-            self.module_sharding_plan,
-            self.shardings_in_order,
-            self.ranks_env.world_size,
-        )
-        names, order = (
-            features.keys(),
-            [name for sharding in shardings for name in sharding.feature_names()],
-        )
+        plan = self.module_sharding_plan
+        shardings = self.shardings_in_order
+        ranks = self.ranks_env.world_size
+        order = self.features_in_order
+        names = features.keys()
         if not self.awaits_first_batch:
             # The input distribution brings the features into this order.
             names = list(self._first_keys)
+        keeps_weights = ranks == 1 and len(shardings) == 1 and names == order
         for config in self.table_configs:
-            of_table = [name for name in config.feature_names if name in names]
-            if plan[config.name].compute_kernel != RECSTORE_KERNEL or not of_table:
+            in_batch = [name for name in config.feature_names if name in names]
+            sharding = plan[config.name]
+            if sharding.compute_kernel != RECSTORE_KERNEL or not in_batch:
                 continue
-            sharding_type = plan[config.name].sharding_type
-            if (
-                ranks == 1
-                and len(shardings) == 1
-                and sharding_type not in ROW_SPLIT
-                and names == order
-            ):
+            sharding_type = sharding.sharding_type
+            if keeps_weights and sharding_type not in ROW_SPLIT:
                 continue
-            fix = (
-                "use a FeatureProcessedEmbeddingBagCollection, which makes weights"
-                " after it, or detach the weights"
-            )
-            if ranks == 1 and {
-                sharding.sharding_type for sharding in plan.values()
-            } == {ShardingType.TABLE_WISE.value}:
-                fix = f"give the features in the order {order}, {fix}"
-            elif ranks == 1:
-                fix = f"shard all tables of the collection table_wise, {fix}"
             return (
                 f"RecStore table {config.name!r}: the weights of feature(s)"
-                f" {', '.join(map(repr, of_table))} require a gradient, which"
+                f" {', '.join(map(repr, in_batch))} require a gradient, which"
                 f" TorchRec's input distribution does not carry ({sharding_type} on"
-                f" {ranks} rank(s)): {fix}"
+                f" {ranks} rank(s)): {self._fix_of_lost_gradients(order)}"
             )
         return ""
+
+    def _fix_of_lost_gradients(self, order: Sequence[str]) -> str:
+        """Suggests a fix; ``order`` are the features in the order of the shardings."""
+        fix = (
+            "use a FeatureProcessedEmbeddingBagCollection, which makes weights"
+            " after it, or detach the weights"
+        )
+        if self.ranks_env.world_size > 1:
+            return fix
+        types = {
+            sharding.sharding_type for sharding in self.module_sharding_plan.values()
+        }
+        if types == {ShardingType.TABLE_WISE.value}:
+            return f"give the features in the order {order}, {fix}"
+        return f"shard all tables of the collection table_wise, {fix}"
 
     def _divided_afterwards(self) -> set[str]:
         """Returns the outputs with mean pooling that are divided by their lengths after
         the output distribution.
         """
-        names = get_embedding_names_by_table(self.table_configs)
-        divided = set()
-        for config, of_table in zip(self.table_configs, names, strict=True):
+        names_by_table = get_embedding_names_by_table(self.table_configs)
+        divided: set[str] = set()
+        for config, names in zip(self.table_configs, names_by_table, strict=True):
             sharding = self.module_sharding_plan[config.name]
-            # In torchrec 1.8.0 the stock kernels of a grid sharding return means, one
-            # for each shard of rows.
-            grid = sharding.sharding_type == ShardingType.GRID_SHARD.value
-            summed = (
-                sharding.compute_kernel == RECSTORE_KERNEL
-                if grid
-                else sharding.sharding_type in ROW_SPLIT
-            )
-            if summed and config.pooling == PoolingType.MEAN:
-                divided.update(of_table)
+            is_summed = sharding.sharding_type in ROW_SPLIT
+            if sharding.sharding_type == ShardingType.GRID_SHARD.value:
+                # The stock kernels of a grid sharding return means, one for each shard
+                # of rows (torchrec 1.8.0).
+                is_summed = sharding.compute_kernel == RECSTORE_KERNEL
+            if is_summed and config.pooling == PoolingType.MEAN:
+                divided.update(names)
         return divided
 
 
@@ -306,7 +301,11 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
 
     Example::
 
-        sharder = RecStoreSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01})
+        fused_params = {
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "learning_rate": 0.01,
+        }
+        sharder = RecStoreSharder(fused_params=fused_params)
         model = DistributedModelParallel(model, sharders=[sharder])
 
     Args:
@@ -380,9 +379,9 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         """Returns a copy that also offers TorchRec's kernels, for planners that choose
         the kernel by constraint.
         """
-        offer = copy.copy(self)
-        offer.inner_sharder = self.inner_sharder.with_stock_kernels()
-        return offer
+        offering = copy.copy(self)
+        offering.inner_sharder = self.inner_sharder.with_stock_kernels()
+        return offering
 
     def shard(
         self,
@@ -397,7 +396,11 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         See ``RecStoreSharder.shard``.
         """
         sharded = super().shard(
-            module, params, env, device or torch.device("cpu"), module_fqn
+            module,
+            params,
+            env,
+            device or torch.device("cpu"),
+            module_fqn,
         )
         collection = collection_inside(sharded)
         assert isinstance(collection, RecStoreShardedEmbeddingBagCollection)
@@ -446,28 +449,23 @@ class RecStoreShardedEmbeddingCollection(
             raise ValueError(
                 f"need_indices is not supported with routing='hash': features {hashed}"
             )
+        if uses_index_dedup(self):
+            self._refuse_counts_of_occurrences()
+        if module.device != torch.device("meta"):
+            stock_weights = dict(module.state_dict())
+            for name in self.recstore_table_names():
+                stock_weights.pop(f"embeddings.{name}.weight", None)
+            self.load_state_dict(stock_weights, strict=False)
+
+    def _refuse_counts_of_occurrences(self) -> None:
         for name, state in self.recstore_state.tables.items():
             eviction = state.options.eviction
-            if (
-                uses_index_dedup(self)
-                and isinstance(eviction, LFU)
-                and eviction.count == "occurrences"
-            ):
+            if isinstance(eviction, LFU) and eviction.count == "occurrences":
                 raise ValueError(
                     f"RecStore table {name!r}: LFU(count='occurrences') cannot be used"
                     " with use_index_dedup=True, which sends each id of a rank's batch"
                     " once: leave use_index_dedup out, or use LFU(count='steps')"
                 )
-        if module.device != torch.device("meta"):
-            recstore = {
-                f"embeddings.{name}.weight" for name in self.recstore_table_names()
-            }
-            stock = {
-                key: weight
-                for key, weight in module.state_dict().items()
-                if key not in recstore
-            }
-            self.load_state_dict(stock, strict=False)
 
     @property
     def unsharded_module_type(self) -> type[EmbeddingCollection]:
@@ -484,19 +482,18 @@ class RecStoreShardedEmbeddingCollection(
         # TorchRec 1.8.0 expands the rows of these batches with
         # fbgemm::permute_1D_sparse_data, which has no gradient on CPU, so that the
         # gradients would be wrong.
-        trains = (
-            self.training and torch.is_grad_enabled() and self.recstore_table_names()
-        )
-        if (
-            trains
-            and isinstance(features, KeyedJaggedTensor)
+        varies = (
+            isinstance(features, KeyedJaggedTensor)
             and features.variable_stride_per_key()
-        ):
-            raise NotImplementedError(
-                f"RecStore tables {self.recstore_table_names()}: an EmbeddingCollection"
-                " cannot train on batches of varying size: TorchRec has no gradient"
-                " for it on CPU; give all features the same batch size"
-            )
+        )
+        if varies and self.training and torch.is_grad_enabled():
+            names = self.recstore_table_names()
+            if names:
+                raise NotImplementedError(
+                    f"RecStore tables {names}: an EmbeddingCollection cannot train on"
+                    " batches of varying size: TorchRec has no gradient for it on CPU;"
+                    " give all features the same batch size"
+                )
         return super().input_dist(ctx, features)
 
     def _uses_weights(self) -> bool:

@@ -57,29 +57,32 @@ class RecStoreShardingKernels(ShardingKernelsSeams):
         sharding: Sharding,
         type_name: str,
         device: torch.device | None,
-        **more: Any,
+        **kwargs: Any,
     ) -> None:
+        env = sharding_env(sharding)
         # TorchRec's constructor makes the kernels, which need these attributes.
-        self._split, self._rank = (
-            row_split(sharding, type_name),
-            sharding_env(sharding).rank,
-        )
+        self._split = row_split(sharding, type_name)
+        self._rank = env.rank
         self._groups_of_all_ranks = grouped_configs_of_all_ranks(sharding)
-        own = {
-            "grouped_configs": grouped_configs(sharding),
-            "pg": process_group(sharding),
-        }
-        super().__init__(**own, device=device, env=sharding_env(sharding), **more)
+        super().__init__(
+            grouped_configs=grouped_configs(sharding),
+            pg=process_group(sharding),
+            device=device,
+            env=env,
+            **kwargs,
+        )
         self._dtype = _dtype_of_all_ranks(self._groups_of_all_ranks)
         self.set_dtype_without_tables(self._dtype)
         # The kernel that the whole batch is for. In a tuple, so that it does not become
         # a submodule a second time.
-        plain = (
-            k
-            for k in self.kernels()
-            if not (k.config.is_weighted or k.config.has_feature_processor)
-        )
-        self._only = tuple(plain) if len(kernels_of(self)) == 1 else ()
+        self._only: tuple[RecStoreKernel, ...] = ()
+        if len(kernels_of(self)) == 1:
+            self._only = tuple(
+                kernel
+                for kernel in self.kernels()
+                if not kernel.config.is_weighted
+                and not kernel.config.has_feature_processor
+            )
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Looks up a batch, as TorchRec's method does.
@@ -133,16 +136,13 @@ class RecStoreShardingKernels(ShardingKernelsSeams):
 
         TorchRec's trackers call this method.
         """
-        for table in (
-            table
-            for group in self._groups_of_all_ranks
-            for table in group.embedding_tables
-        ):
-            if table_options(table.fused_params).servers is not None:
-                raise NotImplementedError(
-                    f"RecStore table {table.name!r} is on servers: trackers of ids and"
-                    " embeddings do not support it"
-                )
+        for group in self._groups_of_all_ranks:
+            for table in group.embedding_tables:
+                if table_options(table.fused_params).servers is not None:
+                    raise NotImplementedError(
+                        f"RecStore table {table.name!r} is on servers: trackers of ids"
+                        " and embeddings do not support it"
+                    )
         super().register_optim_state_tracker_fn(
             tracking(record_fn, self._groups_of_all_ranks, list(self.kernels()))
         )
@@ -173,13 +173,17 @@ class RecStorePooledShardingKernels(
     """The kernels of one sharding of an embedding bag collection."""
 
     def __init__(
-        self, sharding: Sharding, type_name: str, device: torch.device | None
+        self,
+        sharding: Sharding,
+        type_name: str,
+        device: torch.device | None,
     ) -> None:
-        rows_in_node = dict.fromkeys(IN_NODE, ShardingType.TABLE_ROW_WISE)
         # TorchRec's shardings pass these types to their kernels.
-        self._pools_as = {"row_wise": ShardingType.ROW_WISE, **rows_in_node}.get(
-            type_name
-        )
+        self._pools_as: ShardingType | None = None
+        if type_name == ShardingType.ROW_WISE.value:
+            self._pools_as = ShardingType.ROW_WISE
+        elif type_name in IN_NODE:
+            self._pools_as = ShardingType.TABLE_ROW_WISE
         super().__init__(sharding, type_name, device, sharding_type=self._pools_as)
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:

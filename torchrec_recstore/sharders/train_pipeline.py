@@ -69,7 +69,10 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
             self._prefetching.pop(0).result()
 
     def prefetch_without_stream(
-        self, module: Any, features: Any, device: torch.device
+        self,
+        module: Any,
+        features: Any,
+        device: torch.device,
     ) -> None:
         """Prepares the rows of the next batch: on the CPU in a thread, on an
         accelerator before backward begins.
@@ -82,8 +85,7 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
         try:
             module.prefetch(features)
             prefetched.set_result(None)
-        except (
-            Exception
-        ) as error:  # It is an error of the next step, and this step goes on.
+        except Exception as error:
+            # It is an error of the next step, and this step goes on.
             prefetched.set_exception(error)
         self._prefetching.append(prefetched)

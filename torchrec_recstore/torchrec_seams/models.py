@@ -59,19 +59,18 @@ def grouped_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
 
     Table-row-wise and grid shardings keep those of every rank only.
     """
-    groups: list[GroupedEmbeddingConfig] | None = getattr(
-        sharding, "_grouped_embedding_configs", None
-    )
-    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
+    groups: list[GroupedEmbeddingConfig] | None
+    groups = getattr(sharding, "_grouped_embedding_configs", None)
     if groups is None:
-        groups = [] if per_rank is None else per_rank[sharding._rank]
+        groups_of_ranks = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
+        groups = [] if groups_of_ranks is None else groups_of_ranks[sharding._rank]
     return groups
 
 
 def grouped_configs_of_all_ranks(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
     """Returns the groups of tables of every rank, none for data-parallel shardings."""
-    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", [])
-    return [group for groups in per_rank for group in groups]
+    groups_of_ranks = getattr(sharding, "_grouped_embedding_configs_per_rank", [])
+    return [group for groups in groups_of_ranks for group in groups]
 
 
 class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
@@ -116,9 +115,17 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
     def shardings_in_order(self) -> list[Sharding]:
         """The shardings, in the order of their types."""
         shardings = getattr(self, "_embedding_shardings", None)
-        return list(
-            self._sharding_type_to_sharding.values() if shardings is None else shardings
-        )
+        if shardings is None:
+            shardings = self._sharding_type_to_sharding.values()
+        return list(shardings)
+
+    @property
+    def features_in_order(self) -> list[str]:
+        """The features of the shardings, in the order of their types."""
+        names: list[str] = []
+        for sharding in self.shardings_in_order:
+            names += sharding.feature_names()
+        return names
 
     def shardings_by_type(self) -> Iterator[tuple[str, Sharding]]:
         """Yields the type of each sharding, and the sharding."""
@@ -134,14 +141,15 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         """Hides the configs of some tables from TorchRec's methods, which have no
         argument for it.
         """
-        name, configs = f"_{self._configs_name}", self.table_configs
-        setattr(
-            self, name, [config for config in configs if config.name not in set(tables)]
-        )
+        attribute = f"_{self._configs_name}"
+        configs = self.table_configs
+        hidden = set(tables)
+        shown = [config for config in configs if config.name not in hidden]
+        setattr(self, attribute, shown)
         try:
             yield
         finally:
-            setattr(self, name, configs)
+            setattr(self, attribute, configs)
 
     def become(self, other: CollectionSeams) -> None:
         """Takes over everything of another sharded collection of the same tables, but
@@ -149,16 +157,17 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         """
         # The hooks of the user and TorchRec's refer to this object, and stay. So does
         # the fused optimizer.
-        hooks = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name.endswith("_hooks")
-        }
-        optimizer, training = self._optim, self.training
+        optimizer = self._optim
         optimizer.optimizers[:] = other._optim.optimizers
+        attributes = dict(other.__dict__)
+        for name, value in self.__dict__.items():
+            if name.endswith("_hooks"):
+                attributes[name] = value
+        attributes["_optim"] = optimizer
+        is_training = self.training
         self.__dict__.clear()
-        self.__dict__.update({**other.__dict__, **hooks, "_optim": optimizer})
-        self.train(training)
+        self.__dict__.update(attributes)
+        self.train(is_training)
 
     def make_sharding_kernels(self) -> None:
         """Appends the kernels of each sharding to :attr:`sharding_kernels`."""
@@ -191,7 +200,10 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
 
     @staticmethod
     def _pre_load_state_dict_hook(
-        self: Any, state_dict: dict[str, Any], prefix: str, *args: Any
+        self: Any,
+        state_dict: dict[str, Any],
+        prefix: str,
+        *args: Any,
     ) -> None:
         # Both stock collections register the hook under this name.
         self.load_rows(state_dict, prefix)
@@ -215,20 +227,19 @@ class BagCollectionSeams(CollectionSeams):
         # feature of several tables. Every output is identified by its position instead.
         # Column-wise and grid shardings keep one name for each shard;
         # uncombined_embedding_names of a grid sharding has the combined names.
-        shardings = self.shardings_in_order
-        places = [
-            name
-            for each in shardings
-            for name in getattr(each, "_embedding_names", each.embedding_names())
+        outputs: list[str] = []
+        for sharding in self.shardings_in_order:
+            stock_names = sharding.embedding_names()
+            outputs += getattr(sharding, "_embedding_names", stock_names)
+        self._kjt_key_indices = {str(place): place for place in range(len(outputs))}
+        undivided = [
+            str(place)
+            for place, name in enumerate(outputs)
+            if name not in self._divided
         ]
-        self._kjt_key_indices = {str(place): place for place in range(len(places))}
-        whole = [
-            str(place) for place, name in enumerate(places) if name not in self._divided
-        ]
-        self._pooling_type_to_rs_features = {PoolingType.SUM.value: whole}
-        self._kt_key_ordering = torch.tensor(
-            [places.index(name) for name in self._embedding_names], device=self._device
-        )
+        self._pooling_type_to_rs_features = {PoolingType.SUM.value: undivided}
+        ordering = [outputs.index(name) for name in self._embedding_names]
+        self._kt_key_ordering = torch.tensor(ordering, device=self._device)
 
 
 class SequenceCollectionSeams(CollectionSeams):
@@ -239,7 +250,9 @@ class SequenceCollectionSeams(CollectionSeams):
         # TorchRec's method, which is not called, also makes the updates.
         if self.enable_embedding_update:
             for sharding, kernels in zip(
-                self.shardings_in_order, self.sharding_kernels, strict=True
+                self.shardings_in_order,
+                self.sharding_kernels,
+                strict=True,
             ):
                 if sharding.enable_embedding_update:
                     self._updates.append(sharding.create_update(kernels))
@@ -275,7 +288,8 @@ def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     other modules.
     """
     for name in ("embedding_bag_configs", "embedding_configs"):
-        if hasattr(collection, f"_{name}"):  # sharded ones have no public name
+        # A sharded collection has no public name of its configs.
+        if hasattr(collection, f"_{name}"):
             return list(getattr(collection, f"_{name}"))
         if hasattr(collection, name):
             return list(getattr(collection, name)())
@@ -362,7 +376,10 @@ class ShardingKernelsSeams(BaseEmbeddingLookup):  # type: ignore[misc]
         """
         device = self._dummy_embs_tensor.device
         self._dummy_embs_tensor = torch.empty(
-            0, dtype=dtype, device=device, requires_grad=True
+            0,
+            dtype=dtype,
+            device=device,
+            requires_grad=True,
         )
 
     def make_kernel(self, config: GroupedEmbeddingConfig) -> BaseEmbedding | None:
@@ -370,16 +387,17 @@ class ShardingKernelsSeams(BaseEmbeddingLookup):  # type: ignore[misc]
         raise NotImplementedError
 
     def _create_embedding_kernel(
-        self, config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any
+        self,
+        config: GroupedEmbeddingConfig,
+        *args: Any,
+        **kwargs: Any,
     ) -> BaseEmbedding:
         # The only place where kernels are made; TorchRec's method refuses
         # CUSTOMIZED_KERNEL.
         kernel = self.make_kernel(config)
-        return (
-            super()._create_embedding_kernel(config, *args, **kwargs)
-            if kernel is None
-            else kernel
-        )
+        if kernel is None:
+            return super()._create_embedding_kernel(config, *args, **kwargs)
+        return kernel
 
     def features_by_kernel(
         self, features: KeyedJaggedTensor
@@ -396,24 +414,23 @@ class PooledShardingKernelsSeams(ShardingKernelsSeams):
     ) -> Tensor:
         # The stock method gives its kernels a preallocated output, which neither
         # RecStore's nor FBGEMM's on a CPU take.
-        by_rank = []
-        # elements by rank, then by feature
-        pieces_of_groups = self._vbe_splits(features_by_group)
         groups = zip(
             self._forward(features_by_group),
-            pieces_of_groups,
+            self._vbe_splits(features_by_group),
             self._feature_splits,
             strict=True,
         )
-        for pooled, pieces, features in groups:
-            sizes = [
-                sum(pieces[first : first + features])
-                for first in range(0, len(pieces), features)
-            ]
-            by_rank.append(pooled.split(sizes))
-        return torch.cat(
-            [part for of_rank in zip(*by_rank, strict=True) for part in of_rank]
-        )
+        rows_by_group = []
+        # sizes are those of the features from the first rank, then from the second one.
+        for pooled, sizes, features in groups:
+            sizes_of_ranks = []
+            for first in range(0, len(sizes), features):
+                sizes_of_ranks.append(sum(sizes[first : first + features]))
+            rows_by_group.append(pooled.split(sizes_of_ranks))
+        rank_major: list[Tensor] = []
+        for rows_of_rank in zip(*rows_by_group, strict=True):
+            rank_major += rows_of_rank
+        return torch.cat(rank_major)
 
 
 def optimizer_states(kernel: nn.Module) -> Any:
@@ -430,8 +447,9 @@ def marked_optimizer(
     """Returns the optimizer class and arguments that ``apply_optimizer_in_backward``
     has set, or (None, {}).
     """
-    (kind,) = getattr(parameter, "_optimizer_classes", [None])
-    return kind, dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
+    (optimizer_class,) = getattr(parameter, "_optimizer_classes", [None])
+    kwargs = getattr(parameter, "_optimizer_kwargs", [{}])[0]
+    return optimizer_class, dict(kwargs)
 
 
 def mark_as_optimized(parameter: Tensor, optimizer: object) -> None:

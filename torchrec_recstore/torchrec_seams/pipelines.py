@@ -112,7 +112,10 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         return self._stepping
 
     def prefetch_without_stream(
-        self, module: Any, features: Any, device: torch.device
+        self,
+        module: Any,
+        features: Any,
+        device: torch.device,
     ) -> None:
         """Prepares the rows of a sharded module's next training batch if there is no
         stream.
@@ -148,11 +151,9 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
             self._loaded_for_training = self._model.training
 
     def _check_mode(self, dataloader_iter: Iterator[Any]) -> None:
-        changes = (
-            dataloader_iter is not self._dataloader_iter
-            and self._model.training != self._loaded_for_training
-        )
-        if not self.batches or not changes:
+        is_same_iterator = dataloader_iter is self._dataloader_iter
+        is_same_mode = self._model.training == self._loaded_for_training
+        if not self.batches or is_same_iterator or is_same_mode:
             return
         loaded = "training" if self._loaded_for_training else "evaluation"
         mode = "training" if self._model.training else "evaluation"
@@ -197,7 +198,9 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         if not self.contexts[place].distributed:
             # The method pipelines the model before its first batch.
             self._init_pipelined_modules(
-                self.batches[place], self.contexts[place], self._pipelined_forward_type
+                self.batches[place],
+                self.contexts[place],
+                self._pipelined_forward_type,
             )
 
     def _start_early(self) -> None:
@@ -208,12 +211,9 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         try:
             self.start_sparse_data_dist(self.batches[1], self.contexts[1])
         except Exception:
-            # Ranks that go on would wait for one that has not started it.
-            if (
-                torch.distributed.is_initialized()
-                and torch.distributed.get_world_size() > 1
-            ):
-                raise
+            dist = torch.distributed
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                raise  # Ranks that go on would wait for one that has not started it.
             self._forget(1)
 
     def start_sparse_data_dist(self, batch: Any, context: BatchContext) -> None:
@@ -240,10 +240,9 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         for module in self._pipelined_modules:
             name = module.forward.name
             features = context.input_dist_tensors_requests.pop(name).wait()
+            module_context = context.module_contexts.pop(name)
             context.module_input_post_prefetch[name] = features
-            context.module_contexts_post_prefetch[name] = context.module_contexts.pop(
-                name
-            )
+            context.module_contexts_post_prefetch[name] = module_context
             if self._model.training:
                 self.prefetch_without_stream(module, features, self._device)
 
@@ -316,14 +315,17 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         super().reset()
 
     def _pipeline_model(
-        self, batch: Any, context: BatchContext, *args: Any, **kwargs: Any
+        self,
+        batch: Any,
+        context: BatchContext,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super()._pipeline_model(batch, context, *args, **kwargs)
         if self._hook is None:
             hook = _BeforeForward(weakref.ref(self))
-            self._hook = get_unwrapped_module(self._model).register_forward_pre_hook(
-                hook
-            )
+            model = get_unwrapped_module(self._model)
+            self._hook = model.register_forward_pre_hook(hook)
 
     def before_forward(self) -> None:
         """Detaches the model if it is called outside of a step of the pipeline."""

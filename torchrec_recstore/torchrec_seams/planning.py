@@ -100,7 +100,9 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
         super().__init__(topology, batch_size, enumerator, *args, **kwargs)
         if enumerator is None:
             self._enumerator = self.make_enumerator(
-                self._topology, self._batch_size, self._constraints
+                self._topology,
+                self._batch_size,
+                self._constraints,
             )
         # TorchRec calls the callbacks with its best plan, before it makes a plan of it
         # (torchrec 1.7.0 to 1.9.2).
@@ -122,18 +124,15 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
 
 
 def _estimate(method: str) -> Callable[[Any, ShardPerfContext, object], float]:
-    return lambda evaluator, context, config: float(
-        getattr(evaluator, method)(context, config)
-    )
+    def estimate(evaluator: Any, context: ShardPerfContext, config: object) -> float:
+        return float(getattr(evaluator, method)(context, config))
+
+    return estimate
 
 
 # TorchRec's estimates of a forward, a backward and their collectives, for a config
 # without annotated methods.
-default_forward_ms, default_backward_ms = (
-    _estimate("_default_fwd_comp"),
-    _estimate("_default_bwd_comp"),
-)
-default_forward_comms_ms, default_backward_comms_ms = (
-    _estimate("_default_fwd_comms"),
-    _estimate("_default_bwd_comms"),
-)
+default_forward_ms = _estimate("_default_fwd_comp")
+default_backward_ms = _estimate("_default_bwd_comp")
+default_forward_comms_ms = _estimate("_default_fwd_comms")
+default_backward_comms_ms = _estimate("_default_bwd_comms")
