@@ -89,9 +89,9 @@ class _FirstShard(Tensor):
     """The tensor of a rank's first shard, if torch cannot gather the whole table.
 
     With ``full_state_dict=True``, torch.distributed.checkpoint gathers the first shard
-    of each rank, as if the rows were split evenly (``_all_gather_sharded_tensor`` of
-    torch 2.12 to 2.14). It has no hook and finds no error, and fills up the other rows
-    with zeros. It begins with ``flatten`` of the first shard, so that this function is
+    of each rank, as if the rows were split evenly (``_all_gather_sharded_tensor``,
+    torch 2.13). It has no hook and finds no error, and fills up the other rows with
+    zeros. It begins with ``flatten`` of the first shard, so that this function is
     refused.
     """
 

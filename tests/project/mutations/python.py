@@ -122,10 +122,8 @@ SERVICE = [
     ),
     Mutation(
         f"{PACKAGE}/sharders/model_functions.py",
-        "pairs[-1][1].set_state(replace(table.state(), optimizer_steps=0,"
-        " sightings=None))",
-        "pairs[-1][1].set_state(replace(table.state(), steps=0, optimizer_steps=0,"
-        " sightings=None))",
+        "replace(table.state(), optimizer_steps=0, sightings=None)",
+        "replace(table.state(), steps=0, optimizer_steps=0, sightings=None)",
         [
             "tests/sharders/test_reset.py::test_tables_are_as_new_and_the_dense_part_stays"
         ],
