@@ -1,5 +1,4 @@
-"""The time by which the rows of sharded tables expire: all ranks must read the same
-time.
+"""The time by which the rows of sharded tables expire, the same on all ranks.
 
 Tests: tests/distributed/test_wall_clock.py.
 """
@@ -48,8 +47,10 @@ class Pace:
         return self._step >= self._next
 
     def plan(self, unix_seconds: float, seconds: float) -> None:
-        """Chooses the next step, about ``seconds`` after the time ``unix_seconds``,
-        which is the same on every rank.
+        """Chooses the next step of an exchange.
+
+        It is about ``seconds`` after the time ``unix_seconds``, which is the same on
+        every rank.
         """
         # It follows from the time of the steps since the last exchange, and is at most
         # twice as many steps away.

@@ -25,8 +25,9 @@ def get_recstore_sharders(
     optimizer: Optimizer | None = None,
     accumulation_steps: int = 1,
 ) -> list[ModuleSharder[nn.Module]]:
-    """Returns the sharders of bags, sequences and feature-processed bags, which place a
-    model's tables in RecStore.
+    """Returns the sharders that place a model's tables in RecStore.
+
+    They are the sharders of bags, sequences and feature-processed bags.
 
     TorchRec chooses a sharder by the class of a collection, and leaves a collection
     without a sharder as it is: its tables become dense parameters on every rank. With

@@ -1,5 +1,4 @@
-"""The common base classes of sharded collections with RecStore tables, and of their
-sharders.
+"""The base classes of sharded collections with RecStore tables, and of their sharders.
 
 Tests: tests/distributed/test_sharded_equals_unsharded.py, tests/sharders/test_hash_routing.py.
 """
@@ -80,8 +79,7 @@ _BEGUN_BATCHES = 16
 
 
 def _needed_parts(features: Any, uses_weights: bool) -> KeyedJaggedTensor:
-    """Returns ``features`` with int64 ids, and without per-sample weights if the
-    collection does not use them.
+    """Returns ``features`` with int64 ids, and only with weights that are used.
 
     Args:
         features: A ``KeyedJaggedTensor`` or ``TensorDict`` with ids of any integer
@@ -110,8 +108,9 @@ def _needed_parts(features: Any, uses_weights: bool) -> KeyedJaggedTensor:
 
 
 def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTensor:
-    """Returns ``features`` with the ids of the features ``names`` mixed by
-    ``ops.mix_ids``, for hash routing.
+    """Returns ``features`` with the ids of some features mixed, for hash routing.
+
+    The features are ``names``, and ``ops.mix_ids`` mixes their ids.
     """
     if not names:
         return features
@@ -191,8 +190,9 @@ def _in_order(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedT
 def _strides_in_order(
     features: KeyedJaggedTensor, names: Sequence[str]
 ) -> list[list[int]]:
-    """Returns the number of bags of each of the features ``names`` from each rank: 0
-    for features that the batch does not have.
+    """Returns the number of bags of each of the features ``names`` from each rank.
+
+    It is 0 for features that the batch does not have.
     """
     in_batch = features.stride_per_key_per_rank()
     by_name = dict(zip(features.keys(), in_batch, strict=True))
@@ -228,8 +228,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         return super().__reduce_ex__(protocol)
 
     def remote_table_names(self) -> list[str]:
-        """Returns the names of the RecStore tables whose rows are on servers, the same
-        on every rank.
+        """Returns the names of the RecStore tables whose rows are on servers.
+
+        They are the same on every rank.
         """
         plan = self.module_sharding_plan
         return [
@@ -246,8 +247,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         )
 
     def wait_for_updates(self) -> None:
-        """Waits for the updates of the tables on servers that this rank has sent, or
-        raises the error of one.
+        """Waits until the servers have this rank's updates of their tables.
+
+        Raises the error of an update that has failed.
         """
         for kernel in self.recstore_kernels():
             kernel.wait_for_updates()
@@ -258,9 +260,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             yield from kernel.tables
 
     def recstore_dims(self) -> dict[str, int]:
-        """Returns the number of columns of each whole RecStore table, by the table's
-        name.
-        """
+        """Returns the number of columns of each whole RecStore table, by name."""
         names = set(self.recstore_table_names())
         return {
             config.name: config.embedding_dim
@@ -282,9 +282,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, list[EmbeddingShardingInfo]]:
-        """Returns TorchRec's sharding infos by sharding type, after RecStore's checks
-        of every table.
-        """
+        """Checks all tables, and returns TorchRec's sharding infos by type."""
         # TorchRec's constructors call this method first (torchrec 1.8.0), on every
         # rank, also without a shard.
         configs: list[BaseEmbeddingConfig] = getattr(module, cls._configs_name)()
@@ -304,8 +302,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         return by_type
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
-        """Distributes a batch to the ranks, as TorchRec's method does, after converting
-        the ids to int64.
+        """Converts the ids of a batch to int64, and distributes the batch to the ranks.
 
         Per-sample weights that the collection does not use are left out. The features
         may come in any order, and with further features.
@@ -340,8 +337,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             return self._begin_batch(ctx, super().input_dist(ctx, features))
 
     def _begin_batch(self, ctx: Any, distributed: Awaitable[Any]) -> Awaitable[Any]:
-        """Records that a batch, whose context is ``ctx``, has been distributed with the
-        present plan.
+        """Records that a batch has been distributed with the present plan.
+
+        ``ctx`` is the context of the batch.
         """
         if torch.compiler.is_compiling():
             return distributed
@@ -364,14 +362,16 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         self._begun.clear()
 
     def has_begun_batches(self) -> bool:
-        """Returns whether a train pipeline has distributed batches with the present
-        plan, and not looked them up.
+        """Returns whether a batch has been distributed and not been looked up.
+
+        A train pipeline has distributed it with the present plan.
         """
         return any(context() is not None for context in self._begun.values())
 
     def _with_inverse_in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns a batch whose inverse indices have the order of the shardings'
-        features, if batch sizes vary.
+        """Returns a batch with inverse indices in the order of the shardings' features.
+
+        Only batches whose sizes vary by feature change.
 
         TorchRec takes the order from the first batch for all batches, and the divisors
         of means for a batch that has as many features as the shardings in the order of
@@ -390,8 +390,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         return _rebuilt(features, ids, features.weights_or_none(), inverse)
 
     def _inverse_indices(self, features: KeyedJaggedTensor) -> InverseIndices | None:
-        """Returns the inverse indices of a batch, or None if it has none or the
-        collection does not use them.
+        """Returns the inverse indices of a batch, or None if they are not used.
 
         If the batch has a stride for each feature, those of the tables' features are
         equal, and there are no inverse indices, those that change nothing are returned,
@@ -431,9 +430,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         return super().compute(ctx, dist_input)
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
-        """Looks up the batch and distributes the results, as TorchRec's method does, in
-        a step of all ranks.
-        """
+        """Looks up the batch in a step of all ranks, and distributes the results."""
         self._end_batch(ctx)
         self._begin_step()
         return super().compute_and_output_dist(ctx, input)
@@ -477,9 +474,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         return self._hashed
 
     def make_sharding_kernels(self) -> None:
-        """Makes the kernels of each sharding: RecStore's for RecStore tables, and
-        TorchRec's for other shardings.
-        """
+        """Makes the kernels of each sharding: RecStore's or TorchRec's."""
         self._copies = GivenCopies()
         self._begun = {}
         # Every rank checks the options, also without a shard. The number of shards is
@@ -514,9 +509,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             self.sharding_kernels.append(kernels)
 
     def register_tables(self) -> None:
-        """Registers a parameter for each RecStore table, also for tables without a
-        shard on this rank.
-        """
+        """Registers a parameter for each RecStore table, on all ranks."""
         # All ranks must have the same names, but TorchRec registers no parameter on
         # ranks without a shard.
         for name, dim in self.recstore_dims().items():
@@ -531,9 +524,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             table.weight_id = table.weight_rows = None
 
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Makes ``recstore_state`` and returns the fused optimizer with the states of
-        the RecStore tables.
-        """
+        """Makes ``recstore_state`` and returns the fused optimizer with its states."""
         states = self._table_states()
         expiry_seconds = []
         for state in states.values():
@@ -593,9 +584,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         return states
 
     def load_rows(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Loads the rows of the RecStore tables from ``state_dict`` and removes them
-        from it.
-        """
+        """Loads the rows of the RecStore tables, and removes them from ``state_dict``."""
         self.recstore_state.load(state_dict, prefix)
 
 
@@ -646,8 +635,9 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def with_stock_kernels(self: _Self) -> _Self:
-        """Returns a copy that also offers TorchRec's kernels, for planners that choose
-        the kernel by constraint.
+        """Returns a copy that also offers TorchRec's kernels.
+
+        It is for planners that choose the kernel by constraint.
         """
         offering = copy.copy(self)
         offering.offers_stock = True
@@ -702,8 +692,9 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         raise NotImplementedError
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Returns the parameters of the tables, by name, whose ``numel`` counts the
-        resident rows for the planner.
+        """Returns the parameters of the tables, by name.
+
+        Their ``numel`` counts the resident rows, for the planner.
         """
         parameters: dict[str, nn.Parameter] = super().shardable_parameters(module)
         if self.offers_stock:
@@ -716,8 +707,9 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         }
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the sharding types that RecStore supports, and those of TorchRec's
-        sharder if it is offered.
+        """Returns the sharding types that RecStore supports.
+
+        If TorchRec's kernels are offered, those of TorchRec's sharder follow.
         """
         supported = list(self._sharded._supported)
         if not self.offers_stock:
@@ -730,8 +722,9 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
     def compute_kernels(
         self, sharding_type: str, compute_device_type: str
     ) -> list[str]:
-        """Returns RecStore's kernel if it supports the sharding type, and TorchRec's
-        kernels if they are offered.
+        """Returns the kernels that are offered for a sharding type.
+
+        RecStore's kernel comes first, if it supports the type.
         """
         kernels = []
         if sharding_type in self._sharded._supported:

@@ -1,6 +1,4 @@
-"""Support for TorchRec's delta tracker in RecStore tables, with raw ids and optimizer
-states by id.
-"""
+"""TorchRec's delta tracker for RecStore tables: raw ids, and states by id."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ def tracking(
     groups: Sequence[GroupedEmbeddingConfig],
     kernels: Sequence[RecStoreKernel],
 ) -> Record:
-    """Returns the function that is called after each kernel of ``groups``, in place of
-    ``record``.
+    """Returns the function that is called after each kernel instead of ``record``.
 
     Raises ValueError on every rank if the tracker's mode needs a state that a table's
     optimizer does not have.
@@ -90,8 +87,9 @@ def tracking(
 
 
 class _SquaresById:
-    """The states of squared gradients of a table, indexed by id, as the tracker indexes
-    FBGEMM's tensor of states.
+    """The states of squared gradients of a table, indexed by id.
+
+    The tracker indexes FBGEMM's tensor of states in this way.
     """
 
     def __init__(self, shards: Sequence[Table]) -> None:
@@ -123,8 +121,7 @@ def _squares_name(optimizer: Optimizer) -> str:
 
 
 def _states(shards: Sequence[Table], ids: Tensor, *, squares: bool) -> Tensor:
-    """Returns a number for each of ``ids``, (N,) float32, from the column shards of a
-    table: zero without a row.
+    """Returns a number for each of ``ids``, (N,) float32, or 0 without a row.
 
     It is the mean of the squared gradients over the columns, or the norm of the first
     state, FBGEMM's momentum.
@@ -151,8 +148,9 @@ def _looked_up(
     embeddings: Tensor,
     mode: TrackingMode,
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Returns the raw ids (N,) and, in the mode EMBEDDING, their rows (N, columns of
-    all shards), by table.
+    """Returns the raw ids (N,) of each table, and their rows in the mode EMBEDDING.
+
+    The rows are (N, columns of all shards).
     """
     configs = kernel.config.embedding_tables
     lengths = features.length_per_key()
@@ -207,8 +205,9 @@ def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:
 
 
 def _latest(tracker: ModelDeltaTrackerTrec) -> dict[str, Any]:
-    """Returns the states of each table, indexed by id, by the table's path, instead of
-    the tracker's ``get_latest``.
+    """Returns the states of each table, indexed by id, by the table's path.
+
+    It replaces the tracker's ``get_latest``.
     """
     latest: dict[str, Any] = {}
     for module in tracker.tracked_modules.values():

@@ -1,5 +1,4 @@
-"""The conversion of TorchRec's ``fused_params`` to the optimizer and the options of a
-RecStore table.
+"""The optimizer and the options of a RecStore table in TorchRec's ``fused_params``.
 
 The names and defaults are those of FBGEMM's
 ``SplitTableBatchedEmbeddingBagsCodegen.__init__`` (fbgemm-gpu 1.8.0).
@@ -187,8 +186,9 @@ class CarriedOptions:
 
 
 def carried_options(fused_params: Mapping[str, Any] | None) -> CarriedOptions:
-    """Returns the options and the row name in a table's ``fused_params``, or the
-    default options without a name.
+    """Returns the options and the row name in a table's ``fused_params``.
+
+    Default: the default options, and no name.
     """
     carried = (fused_params or {}).get(OPTIONS_KEY)
     if isinstance(carried, CarriedOptions):
@@ -197,9 +197,7 @@ def carried_options(fused_params: Mapping[str, Any] | None) -> CarriedOptions:
 
 
 def table_options(fused_params: Mapping[str, Any] | None) -> TableOptions:
-    """Returns the options in a table's ``fused_params``, or the default options if
-    there are none.
-    """
+    """Returns the options in a table's ``fused_params``. Default: the default options."""
     return carried_options(fused_params).options
 
 
@@ -235,8 +233,9 @@ def stochastic_rounding(
 def state_dtype(
     fused_params: Mapping[str, Any] | None, table_names: Sequence[str]
 ) -> torch.dtype:
-    """Returns the data type of all optimizer states of a table, float32 (default) or
-    float16.
+    """Returns the data type of a table's optimizer states: float32 or float16.
+
+    Default: float32.
 
     ``optimizer_state_dtypes`` is FBGEMM's form: a mapping from ``momentum1`` and
     ``momentum2``, the states in the order of :func:`state_names`, to ``SparseType``.

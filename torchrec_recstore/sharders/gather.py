@@ -90,8 +90,9 @@ def _received(group: dist.ProcessGroup, rank: int) -> Any:
 
 @contextmanager
 def refused_together(env: ShardingEnv) -> Iterator[None]:
-    """Raises the error of the first rank that fails in the block on every rank, so that
-    none waits.
+    """Raises the error of the first rank that fails in the block on every rank.
+
+    So no rank waits for one that has failed.
 
     Collective.
     """
@@ -109,9 +110,7 @@ def refused_together(env: ShardingEnv) -> Iterator[None]:
 
 
 def picklable(error: Exception | None) -> Exception | None:
-    """Returns the error, or a ``RuntimeError`` with the same message if the error
-    cannot be pickled.
-    """
+    """Returns the error, or a ``RuntimeError`` if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -120,8 +119,9 @@ def picklable(error: Exception | None) -> Exception | None:
 
 
 def whole_environment() -> ShardingEnv:
-    """Returns the environment of all ranks of the job, or of one rank if
-    ``torch.distributed`` is not initialized.
+    """Returns the environment of all ranks of the job.
+
+    It has one rank if ``torch.distributed`` is not initialized.
     """
     if not dist.is_initialized():
         return ShardingEnv.from_local(world_size=1, rank=0)

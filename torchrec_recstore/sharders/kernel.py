@@ -1,5 +1,4 @@
-"""The compute kernels that TorchRec calls for groups of RecStore tables, and the fused
-optimizers that TorchRec sees.
+"""The compute kernels and the fused optimizers that TorchRec sees for RecStore tables.
 
 Tests: tests/sharders/test_embeddingbag.py, tests/sharders/test_optimizers.py.
 """
@@ -85,8 +84,9 @@ _MOST_ROWS_IN_NODE = 2**31 - 1
 
 
 def row_split(sharding: Sharding, sharding_type: str) -> tuple[int, int] | None:
-    """Returns (number of ranks, this rank) of the ranks that share each table's rows;
-    None if rows are not split.
+    """Returns (number of ranks, this rank) of the ranks that share each table's rows.
+
+    Returns None if rows are not split.
     """
     if sharding_type == ShardingType.ROW_WISE.value:
         group = process_group(sharding)
@@ -99,8 +99,9 @@ def row_split(sharding: Sharding, sharding_type: str) -> tuple[int, int] | None:
 def _routing_of(
     table: ShardedEmbeddingTable, split: tuple[int, int] | None
 ) -> BlockRouting | None:
-    """Returns the mapping by which the input distribution changed the shard's ids; None
-    if the ids are unchanged.
+    """Returns the mapping by which the input distribution changed the shard's ids.
+
+    Returns None if the ids are unchanged.
     """
     if split is None:
         return None
@@ -156,8 +157,9 @@ def _check_remote(
 def options_of_whole_table(
     config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None
 ) -> TableOptions:
-    """Returns the options of the whole table, with the initializer of its config if the
-    options have none.
+    """Returns the options of the whole table.
+
+    If they have no initializer, it is that of the table's config.
     """
     options = table_options(fused_params)
     return replace(options, initializer=initializer_of(config, options))
@@ -223,8 +225,9 @@ def _columns(config: ShardedEmbeddingTable) -> range | None:
 
 
 def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
-    """Returns offsets, (features * max(bags) + 1,), in which empty bags give all
-    features the same number of bags.
+    """Returns offsets in which all features have the same number of bags.
+
+    They are (features * max(bags) + 1,), and the bags that are added are empty.
     """
     counts = torch.tensor(bags)
     first_bags = counts.cumsum(0) - counts
@@ -239,8 +242,9 @@ def _rank_major(
     bags: Sequence[Sequence[int]],
     columns: Sequence[int],
 ) -> Tensor:
-    """Returns pooled rows as TorchRec's output distribution expects them for variable
-    batch sizes (torchrec 1.8.0).
+    """Returns pooled rows in the order that variable batch sizes need.
+
+    It is the one of TorchRec's output distribution (torchrec 1.8.0).
 
     ``bags`` are those of each feature from each rank; ``columns`` are those of each
     feature.
@@ -257,8 +261,9 @@ def _rank_major(
 
 
 class _ShardedParameter(TableParameter):
-    """A parameter whose ``requires_grad`` cannot change, which would have no effect on
-    the rows: the plan freezes them.
+    """A parameter whose ``requires_grad`` cannot change.
+
+    A change would have no effect on the rows, because the plan freezes them.
 
     ``frozen`` is that of the table's options.
     """
@@ -281,9 +286,7 @@ class _ShardedParameter(TableParameter):
 
 
 def placeholder_parameter(name: str, dim: int, *, frozen: bool = False) -> nn.Parameter:
-    """Returns the empty parameter, (0, dim), that represents a table in TorchRec's
-    modules and optimizers.
-    """
+    """Returns the empty parameter, (0, dim), of a table for TorchRec."""
     parameter = _ShardedParameter(torch.empty(0, dim), table=name)
     parameter.frozen = frozen
     # Dense optimizers that are built with in_backward_optimizer_filter then leave it
@@ -301,8 +304,9 @@ class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
     """
 
     def learning_rate(self) -> float:
-        """Returns the current learning rate of a kernel, which schedulers and warm-up
-        may have changed.
+        """Returns the current learning rate of a kernel.
+
+        Schedulers and warm-up may have changed it.
         """
         return float(self.param_groups[0]["lr"])
 
@@ -313,8 +317,9 @@ class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
         """Does nothing."""
 
     def set_optimizer_step(self, step: int) -> None:
-        """Sets the number of updates of the module's tables, which Adam and LAMB count,
-        as FBGEMM's kernels do.
+        """Sets the number of updates of the module's tables.
+
+        Adam and LAMB count the updates, as FBGEMM's kernels do.
         """
         ops.finish_updates()
         for state in self.state.values():
@@ -365,8 +370,7 @@ class HostBatch(NamedTuple):
 
 
 class HostIds:
-    """Copies each batch to the host once, in one copy, also if the batch was prefetched
-    before.
+    """Copies each batch to the host once, also if the batch was prefetched before.
 
     The weights of a prefetched batch, and weights that require a gradient, are copied
     in the forward, because the layers that make or change them run there. Sequences
@@ -381,8 +385,9 @@ class HostIds:
     def prefetch(
         self, features: KeyedJaggedTensor, batch: Tensor | None = None
     ) -> Tensor:
-        """Returns the ids of the features of a group of tables, (N,) int64, and keeps
-        the copy for :meth:`take`.
+        """Returns the ids of a group's features, (N,) int64, and keeps the copy.
+
+        :meth:`take` returns the copy.
         """
         # The ids of the whole batch identify the copy, because TorchRec splits the
         # features anew in each forward.
@@ -419,7 +424,8 @@ class HostIds:
             host_batch = self._copied(features, None)
         if weights is None:
             return host_batch
-        return host_batch._replace(weights=weights_to_host(weights.float()))
+        host_weights = weights_to_host(weights.float())
+        return HostBatch(host_batch.ids, host_batch.offsets, host_weights)
 
     def _prefetched(self, whole_batch: Tensor) -> HostBatch | None:
         """Removes the copy of a prefetched batch and returns it, if there is one."""
@@ -556,8 +562,9 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         return None if values.is_cpu else CopyTarget(values.device, self._output_dtype)
 
     def _as_output(self, rows: Tensor, target: CopyTarget | None) -> Tensor:
-        """Returns rows, which are at ``target`` already unless it is None, in the dtype of
-        outputs.
+        """Returns rows in the dtype of outputs.
+
+        They have it already unless ``target`` is None.
         """
         if target is not None or self._output_dtype is torch.float32:
             return rows
@@ -591,8 +598,9 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         return OrderedDict() if destination is None else destination
 
     def flush(self) -> None:
-        """Does nothing: the rows are up to date, nothing is cached, and the forward has
-        ended when it returns.
+        """Does nothing, because nothing is cached.
+
+        The forward has ended when it returns, and the rows are up to date.
         """
 
     purge = flush
@@ -639,8 +647,9 @@ class RecStorePooledKernel(RecStoreKernel):
         self._group.read_only = self.frozen
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the pooled rows of the ids of ``config.feature_names()``, (B, sum of
-        columns over features).
+        """Returns the pooled rows of a batch, (B, sum of columns over features).
+
+        The features are ``config.feature_names()``.
 
         If the batch size varies by feature, the result has one dimension: the bags, by
         rank and then by feature.
@@ -687,8 +696,9 @@ class RecStoreSequenceKernel(RecStoreKernel):
         self._group.read_only = self.frozen
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the columns of each of the ids of ``config.feature_names()``, in that
-        order, in one dimension.
+        """Returns the columns of each id of a batch, in one dimension.
+
+        The ids are those of ``config.feature_names()``, in that order.
         """
         ids, _, _ = self._host_ids.take(features, self.batch)
         target = self._target(features)

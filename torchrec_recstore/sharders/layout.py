@@ -1,5 +1,4 @@
-"""The layout of a table's rows over shards, and the conversion between tensors of
-shards and of whole tables.
+"""The layout of a table's rows over shards, as tensors of shards and of whole tables.
 
 Tests: tests/checkpoint/test_state_dict.py, tests/checkpoint/test_distributed.py.
 """
@@ -42,17 +41,16 @@ PIECE_ROWS = 1 << 18
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A shard of a table on this rank, and the routing of ids to it, or None if all ids
-    belong to the shard.
+    """A shard of a table on this rank, and the routing of ids to it.
+
+    The routing is None if all ids belong to the shard.
     """
 
     table: Table
     routing: BlockRouting | None
 
     def owned(self, ids: Tensor) -> Tensor:
-        """Returns whether each of ``ids``, (N,) int64, belongs to this shard: (N,)
-        bool.
-        """
+        """Returns whether each of ``ids``, (N,) int64, belongs to the shard: (N,) bool."""
         if self.routing is None:
             return torch.ones_like(ids, dtype=torch.bool)
         return self.routing.owned(ids)
@@ -75,8 +73,9 @@ class _Piece:
     columns: range
 
     def cut(self) -> Iterator[_Piece]:
-        """Yields parts of the piece with at most ``PIECE_ROWS`` rows, or the piece
-        itself if it has no rows.
+        """Yields parts of the piece with at most ``PIECE_ROWS`` rows.
+
+        A piece without rows is yielded itself.
         """
         if not self.rows:
             yield self
@@ -182,8 +181,9 @@ class RowTensor(ShardedTensor):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Writes the row of id i to row i of ``out``, (N, dim) on the rank ``dst``, and
-        zeros elsewhere.
+        """Writes the row of id i to row i of ``out`` on the rank ``dst``.
+
+        ``out`` is (N, dim), and has zeros elsewhere.
 
         Collective.
 
@@ -308,25 +308,19 @@ class ShardLayout:
         self.column_shards = sorted(ends, key=lambda columns: columns.start)
 
     def by_row(self, tensors: Iterable[Tensor]) -> RowTensor:
-        """Returns the whole tensor, (R,) int64, of one part for each of this rank's
-        shards, (rows,).
-        """
+        """Returns the tensor (R,) int64 of one part (rows,) for each local shard."""
         # Only the first column shard holds the parts.
         return self._row_tensor(tensors, None, torch.int64)
 
     def by_column(
         self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32
     ) -> RowTensor:
-        """Returns the whole tensor, (R, D) of ``dtype``, of one (rows, columns) part
-        for each of this rank's shards.
-        """
+        """Returns the tensor (R, D) of one part (rows, columns) for each local shard."""
         places = {columns: columns for columns in self.column_shards}
         return self._row_tensor(tensors, places, dtype)
 
     def by_column_shard(self, tensors: Iterable[Tensor]) -> RowTensor:
-        """Returns the whole tensor, (R, C) float32, of one part for each of this rank's
-        shards, (rows,).
-        """
+        """Returns the tensor (R, C) float32 of one part (rows,) for each local shard."""
         places = {}
         for number, columns in enumerate(self.column_shards):
             places[columns] = range(number, number + 1)
@@ -377,8 +371,9 @@ class ShardLayout:
 
 
 def _pieces_with_rows(pieces: Sequence[_Piece]) -> list[_Piece]:
-    """Returns the pieces that have rows, or one piece for each column shard if none
-    has.
+    """Returns the pieces that have rows.
+
+    Returns one piece for each column shard if none has.
     """
     # torch 2.13 accepts neither a ShardedTensor without shards, nor empty shards besides
     # others.
@@ -408,8 +403,9 @@ def _shard_metadata(
 
 
 class WholeRows:
-    """A tensor of a whole table, (R, W), with the ids of its rows, from which the rows
-    of a shard can be taken.
+    """The rows of a whole table, (R, W), and their ids.
+
+    The rows of a shard can be taken from it.
 
     If ``ids`` is None, row i is the row of id i, as in TorchRec's own tables.
     ``description`` names the tensor in errors.
@@ -436,9 +432,7 @@ class WholeRows:
         return isinstance(self._value, ShardedTensor)
 
     def check(self, shard: LocalShard, columns: range) -> None:
-        """Raises ``ValueError`` if the rows or columns are sharded in another way than
-        the model's.
-        """
+        """Raises ``ValueError`` if the tensor is sharded in another way than the model."""
         if not self.is_sharded:
             return
         ranges = [torch.empty(0, dtype=torch.int64)]
@@ -453,8 +447,9 @@ class WholeRows:
             )
 
     def rows(self, shard: LocalShard, columns: range) -> Tensor:
-        """Returns ``columns`` of the rows that belong to a shard, float32, in the order
-        of :func:`owned_positions`.
+        """Returns ``columns`` of the rows that belong to a shard, float32.
+
+        They have the order of :func:`owned_positions`.
         """
         self.check(shard, columns)
         if self.is_sharded:
@@ -466,8 +461,9 @@ class WholeRows:
         return rows.to(torch.float32)
 
     def _local(self, columns: range) -> list[tuple[int, Tensor]]:
-        """Returns this rank's parts of ``columns``: the number of the first row, and
-        the rows; in ascending order.
+        """Returns this rank's parts of ``columns``, in ascending order.
+
+        Each has the number of its first row, and the rows.
         """
         if not isinstance(self._value, ShardedTensor):
             return []
@@ -481,8 +477,9 @@ class WholeRows:
 
 
 def owned_positions(shard: LocalShard, ids: Tensor) -> Tensor:
-    """Returns the positions in ``ids``, (R,) int64, of the ids that belong to the
-    shard: (n,) int64, ascending.
+    """Returns the positions in ``ids`` of the ids that belong to the shard.
+
+    ``ids`` are (R,) int64, and the positions (n,) int64, ascending.
     """
     return shard.owned(ids).nonzero().squeeze(1)
 

@@ -1,5 +1,4 @@
-"""The functions of users that take a whole model: statistics, flushing, resetting, the
-time of events, resharding.
+"""The functions of users that take a whole model, such as ``table_stats``.
 
 Tests: tests/sharders/test_reset.py, tests/distributed/test_reshard.py.
 """
@@ -109,8 +108,7 @@ def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
 
 
 def flush_tables(model: nn.Module) -> None:
-    """Writes the rows that have changed in memory to the shared cold stores of the
-    model.
+    """Writes the rows that have changed to the shared cold stores of the model.
 
     Collective.
 
@@ -151,9 +149,7 @@ def flush_tables(model: nn.Module) -> None:
 
 
 def _has_rows_outside(module: RecStoreCollection) -> bool:
-    """Returns whether a table of the collection is in a shared cold store or on
-    servers.
-    """
+    """Returns whether a table is in a shared cold store or on servers."""
     if module.remote_table_names():
         return True
     states = module.recstore_state.tables.values()
@@ -175,8 +171,7 @@ def _check_rows_are_apart(tables: Sequence[Table]) -> None:
 
 
 def reset_rows(model: nn.Module) -> None:
-    """Removes all rows of the model's tables, so that each id begins with its initial
-    row again.
+    """Removes all rows of the model's tables: each id begins with its initial row.
 
     Collective.
 
@@ -231,8 +226,9 @@ def reset_rows(model: nn.Module) -> None:
 
 
 def set_time(model: nn.Module, unix_seconds: float) -> None:
-    """Sets the time by which rows expire to that of the events, for tables with
-    ``Expiry(seconds=...)``.
+    """Sets the time by which rows expire to that of the events.
+
+    It is for tables with ``Expiry(seconds=...)``.
 
     Collective.
 
@@ -279,8 +275,9 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
 
 
 def reshard(model: nn.Module, plan: ShardingPlan) -> None:
-    """Moves the rows of the model's RecStore tables to the shards of a new plan,
-    without a file.
+    """Moves the rows of the model's RecStore tables to the shards of a new plan.
+
+    It needs no file.
 
     Collective.
 
@@ -331,8 +328,9 @@ def reshard(model: nn.Module, plan: ShardingPlan) -> None:
 def _feature_processed(
     model: nn.Module, changes: Sequence[Change]
 ) -> list[tuple[nn.Module, Change]]:
-    """Returns the feature-processed collections whose inner collection changes, and its
-    change.
+    """Returns the feature-processed collections that change, and their changes.
+
+    The change is one of the collection inside.
     """
     pairs: list[tuple[nn.Module, Change]] = []
     for module in model.modules():

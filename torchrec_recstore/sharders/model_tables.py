@@ -160,8 +160,9 @@ def _find_eager(
     prefix: str,
     prefixes: dict[TableModule, str],
 ) -> None:
-    """Adds the modules with a table by the prefix of their keys, which is that of their
-    first place in the model.
+    """Adds the modules with a table, by the prefix of their keys.
+
+    The prefix is that of the first place of a module in the model.
     """
     if isinstance(module, DistributedModelParallel | DistributedDataParallel):
         _find_eager(module.module, prefix, prefixes)
@@ -183,8 +184,9 @@ def refuse_remote_tables(
     model: nn.Module,
     refusal: str = OWNED_BY_SERVERS,
 ) -> None:
-    """Raises ValueError on every rank if a table of the model, whose name replaces
-    ``{}``, is on servers.
+    """Raises ValueError on every rank if a table of the model is on servers.
+
+    The table's name replaces ``{}`` in ``refusal``.
     """
     for module in model.modules():
         names = []
@@ -225,8 +227,9 @@ def recstore_tables(model: nn.Module) -> list[ModelTable]:
 
 
 def all_tables(model: nn.Module) -> list[ModelTable]:
-    """Returns all RecStore tables of the model, also those on servers, which have no
-    ``state``.
+    """Returns all RecStore tables of the model.
+
+    Tables on servers have no ``state``.
     """
     tables: list[ModelTable] = []
     for prefix, module in _sharded_modules(model, "").items():
@@ -240,8 +243,7 @@ def all_tables(model: nn.Module) -> list[ModelTable]:
 
 
 def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable]:
-    """Returns the RecStore tables with the names or full names ``names``, by the given
-    name.
+    """Returns the RecStore tables with these names or full names, by the given name.
 
     Raises ValueError if a name belongs to no table or to several, or if two names
     belong to the same table.
@@ -250,8 +252,9 @@ def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable
 
 
 def any_table_named(model: nn.Module, name: str) -> ModelTable | EagerModelTable:
-    """Returns the RecStore table, of a sharded or an eager module, with this name or
-    full name.
+    """Returns the RecStore table with this name or full name.
+
+    It can be of a sharded or of an eager module.
 
     Raises ValueError if there is none, or if the name is that of several tables.
     """
@@ -314,8 +317,10 @@ def _path_prefix(prefix: str) -> str:
 def rows_left_out(
     model: nn.Module, eager: Sequence[EagerModelTable] = ()
 ) -> Iterator[None]:
-    """A context in which the model's and fused optimizer's states have no RecStore
-    rows, and loading changes none.
+    """A context in which the states of a model have no RecStore rows.
+
+    The states are those of the model and of its fused optimizer, and loading them
+    changes no row.
 
     The states of modules that are not sharded have no rows if their tables are in
     ``eager``.
@@ -334,8 +339,9 @@ def rows_left_out(
 
 
 def _sharded_modules(module: nn.Module, prefix: str) -> dict[str, RecStoreCollection]:
-    """Returns the collections by the prefix of their keys, which is that of their first
-    place in the model.
+    """Returns the collections by the prefix of their keys.
+
+    The prefix is that of the first place of a collection in the model.
     """
     # The keys of state_dict do not have the names of these wrappers.
     if isinstance(module, DistributedModelParallel | DistributedDataParallel):
@@ -356,8 +362,9 @@ def dense_tensors(
     tables: Sequence[ModelTable],
     eager: Sequence[EagerModelTable] = (),
 ) -> dict[str, Tensor]:
-    """Returns the tensors of ``model.state_dict()`` that are not of RecStore tables,
-    without copying them.
+    """Returns the tensors of ``model.state_dict()`` that are not of RecStore tables.
+
+    The tensors are not copied.
 
     Raises ValueError for tables on TorchRec's own sharded kernels, for tables of
     modules that are not sharded and not in ``eager``, and for other values.
@@ -402,8 +409,9 @@ def check_dense(
     *,
     strict: bool,
 ) -> None:
-    """Raises ValueError if the tensors of a checkpoint cannot be loaded into those of
-    the model, or names differ (strict).
+    """Raises ValueError if the tensors of a checkpoint do not fit those of the model.
+
+    If ``strict``, the names must be the same.
     """
     if strict:
         missing = current.keys() - saved.keys()
@@ -434,8 +442,9 @@ def _is_writable(tensor: Tensor) -> bool:
 
 
 def load_dense(saved: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
-    """Copies the tensors of a checkpoint, which :func:`check_dense` has checked, to the
-    tensors of the model.
+    """Copies the tensors of a checkpoint to those of the model.
+
+    :func:`check_dense` has checked them.
     """
     with torch.no_grad():
         for name in current.keys() & saved.keys():

@@ -1,5 +1,4 @@
-"""The speed of RecStore's kernel, and its copies between the host and an accelerator,
-for TorchRec's planner.
+"""The speed of RecStore's kernel and of its copies, for TorchRec's planner.
 
 Tests: tests/planner/test_accelerators.py, tests/planner/test_shard_estimators.py.
 """
@@ -49,8 +48,9 @@ _WEIGHT_BYTES = _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class BusBytes:
-    """The bytes that a RecStore table on one rank copies between the host and an
-    accelerator in a training step.
+    """The bytes that a RecStore table on one rank copies over the bus in a step.
+
+    The bus is between the host and an accelerator.
     """
 
     ids: float  # With the offsets of bags and the weights of ids, to the host.
@@ -71,9 +71,7 @@ class BusBytes:
 
 
 def bus_bytes(context: ShardPerfContext) -> BusBytes:
-    """Returns the estimated bytes of one shard of a RecStore table over the bus in a
-    step.
-    """
+    """Returns the estimated bytes of a RecStore shard over the bus in a step."""
     ids = context.batch_inputs * context.world_size / _split(context)
     batch_bytes = ids * _ID_BYTES
     row_count = ids
@@ -114,8 +112,9 @@ class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
 
 
 def evaluator_of(context: ShardPerfContext) -> EmbeddingShardingPerfEvaluator:
-    """Returns the formulas of a shard, without the costs of CUDA blocks if the shard is
-    a RecStore table's.
+    """Returns the formulas of a shard.
+
+    Those of a RecStore table have no costs of CUDA blocks.
     """
     is_ours = context.compute_kernel == RECSTORE_KERNEL
     if is_ours and context.sharding_type in _WITH_BLOCKS:
@@ -168,8 +167,9 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> float | None:
-        """Returns the bandwidth of a kernel's rows in bytes per millisecond; RecStore's
-        are in host memory.
+        """Returns the bandwidth of a kernel's rows in bytes per millisecond.
+
+        RecStore's rows are in host memory.
         """
         self._over_bus = compute_device != "cpu"
         if compute_kernel == RECSTORE_KERNEL:
@@ -212,8 +212,9 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         share: float,
         copied: float,
     ) -> float:
-        """Returns the milliseconds of a pass: a share of the measured ones, and the
-        copies of bytes over the bus.
+        """Returns the milliseconds of a pass and of its copies over the bus.
+
+        ``share`` is the pass's share of the measured time, and ``copied`` are bytes.
         """
         measured_ms = self._measured_ms(context)
         if measured_ms is None:
@@ -226,8 +227,9 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         return float(ms)
 
     def _measured_ms(self, context: ShardPerfContext) -> float | None:
-        """Returns the milliseconds of a forward and a backward on the rank with most
-        ids, or None without a measure.
+        """Returns the measured milliseconds on the rank with most ids, or None.
+
+        They are of a forward and a backward.
         """
         # A shard of columns is taken to cost as much for each id as the whole row,
         # since it finds each id, too.
@@ -252,8 +254,9 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
 
 
 def register_kernel() -> None:
-    """Registers RecStore's kernel with TorchRec's stock planner, which
-    ``DistributedModelParallel`` uses by default.
+    """Registers RecStore's kernel with TorchRec's stock planner.
+
+    ``DistributedModelParallel`` uses this planner by default.
     """
     # The planner refuses kernels that its estimator does not know, and a config extends
     # the estimator (torchrec 1.8.0).

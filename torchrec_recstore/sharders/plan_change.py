@@ -1,5 +1,4 @@
-"""The change of a sharded collection's plan in place: its rows move between shards,
-part by part.
+"""The change of a sharded collection's plan in place, part by part.
 
 Tests: tests/distributed/test_reshard.py, tests/distributed/test_reshard_one_rank.py.
 """
@@ -48,8 +47,9 @@ _Message = tuple[int, int, Part]
 
 
 class ReshardableCollection(CollectionSeams):
-    """A mixin for TorchRec's sharded collections, whose plan it can change if all of
-    their tables are in RecStore.
+    """A mixin for TorchRec's sharded collections, whose plan it can change.
+
+    All tables of the collection must be in RecStore.
     """
 
     recstore_state: ModuleState
@@ -60,8 +60,9 @@ class ReshardableCollection(CollectionSeams):
     """The functions that :meth:`register_post_lookup_tracker_fn` has registered."""
 
     def recstore_table_names(self) -> list[str]:
-        """Returns the names of the RecStore tables of the plan, in the order of the
-        configs, the same on every rank.
+        """Returns the names of the RecStore tables of the plan.
+
+        They have the order of the configs, the same on every rank.
         """
         plan = self.module_sharding_plan
         return [
@@ -75,14 +76,16 @@ class ReshardableCollection(CollectionSeams):
         raise NotImplementedError
 
     def has_begun_batches(self) -> bool:
-        """Returns whether a train pipeline has distributed batches with the present
-        plan, and not looked them up.
+        """Returns whether a batch has been distributed and not been looked up.
+
+        A train pipeline has distributed it with the present plan.
         """
         raise NotImplementedError
 
     def refuse_begun(self) -> None:
-        """Raises ``ValueError`` if a train pipeline would look up batches that it
-        distributed with the present plan.
+        """Raises ``ValueError`` if a train pipeline holds batches of the present plan.
+
+        It would look them up with the new one.
         """
         # TorchRec's pipelines look up what they have distributed before detach(), with
         # whatever plan the collection has then (torchrec 1.7.0 to 1.9.2).
@@ -173,8 +176,7 @@ class ReshardableCollection(CollectionSeams):
             )
 
     def rebuilt(self, change: Change) -> ReshardableCollection:
-        """Returns a new sharded module of the same tables with another plan, without
-        rows.
+        """Returns a new sharded module with another plan, without rows.
 
         Collective.
         """
@@ -192,8 +194,9 @@ class ReshardableCollection(CollectionSeams):
         return new_collection  # type: ignore[no-any-return]
 
     def become_resharded(self, fresh: ReshardableCollection) -> None:
-        """Becomes the module ``fresh``, to which the rows have moved, but stays the
-        same object.
+        """Becomes the module ``fresh``, but stays the same object.
+
+        The rows have moved to ``fresh``.
         """
         records = self.records
         state = self.recstore_state
@@ -223,8 +226,9 @@ class Change:
 
 
 def refuse_pipelined(module: nn.Module, tables: Iterable[str]) -> None:
-    """Raises ``ValueError`` if a train pipeline has begun batches for the ``tables`` of
-    a sharded module.
+    """Raises ``ValueError`` if a train pipeline has begun batches for a sharded module.
+
+    ``tables`` are the module's tables.
     """
     if is_in_pipeline(module):
         raise ValueError(
@@ -333,8 +337,9 @@ class _Place:
 
 
 def move_rows(old: RowState, new: RowState) -> None:
-    """Moves all rows of a table, with its clocks and counts, to empty shards, as a load
-    would.
+    """Moves all rows of a table to empty shards, as a load would.
+
+    The table's clocks and counts move, too.
 
     Collective.
 
@@ -379,8 +384,9 @@ def _layout(
 
 
 def _left_ids(old: RowState, new: RowState) -> LeftIds | None:
-    """Returns the ids that have left the old shards, or None if one of the layouts does
-    not record them.
+    """Returns the ids that have left the old shards.
+
+    Returns None if one of the layouts does not record them.
 
     Collective.
     """
@@ -496,8 +502,9 @@ def _by_rank(
     places: Sequence[_Place],
     env: ShardingEnv,
 ) -> list[list[_Message]]:
-    """Takes the rows of a round from this rank's shards, and returns them by the rank
-    of the shard that gets them.
+    """Takes the rows of a round from this rank's shards.
+
+    Returns them by the rank of the shard that gets them.
     """
     sent: list[list[_Message]] = [[] for _ in range(env.world_size)]
     for sender in senders:
@@ -535,8 +542,9 @@ def _write(name: str, tables: Sequence[Table], received: Sequence[_Message]) -> 
 def _exchanged(
     take: Callable[[], list[list[_Message]]], env: ShardingEnv
 ) -> list[_Message]:
-    """Sends the result of ``take``, rows by receiving rank, and returns the rows for
-    this rank.
+    """Sends the result of ``take``, and returns the rows for this rank.
+
+    ``take`` returns rows by receiving rank.
 
     Collective.
     """

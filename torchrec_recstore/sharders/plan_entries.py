@@ -1,5 +1,4 @@
-"""The plan's entries for RecStore tables, their checks, and the way of a sharder's
-arguments to the tables.
+"""The plan's entries for RecStore tables, and the arguments that sharders add to them.
 
 Tests: tests/sharders/test_stock_tables.py, tests/planner/test_planners.py.
 """
@@ -63,8 +62,9 @@ _stock_by_default: set[str] = set()
 
 
 class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
-    """A module's plan from ``RecStorePlanner``, in which tables are on TorchRec's
-    kernels only by constraint.
+    """A module's plan from ``RecStorePlanner``.
+
+    Tables are on TorchRec's kernels only by constraint.
     """
 
     def __str__(self) -> str:
@@ -214,8 +214,9 @@ def with_own_arguments(
     optimizer: Optimizer | None,
     accumulation_steps: int,
 ) -> dict[str, Any] | None:
-    """Returns a sharder's ``fused_params`` with its own arguments, which the planner
-    reads too.
+    """Returns a sharder's ``fused_params`` with its own arguments.
+
+    The planner reads them, too.
     """
     check_int("accumulation_steps", accumulation_steps, 1)
     params = dict(fused_params or {})
@@ -235,8 +236,9 @@ def with_own_arguments(
 def with_marks(
     fused_params: Mapping[str, Any], parameter: nn.Parameter | None
 ) -> dict[str, Any]:
-    """Returns a table's ``fused_params``: the marks of its parameter take precedence
-    over those of the sharder.
+    """Returns a table's ``fused_params``.
+
+    The marks of its parameter take precedence over those of the sharder.
     """
     optimizer_class, marked = marked_optimizer(parameter)
     if optimizer_class is not None and "optimizer" not in marked:
@@ -252,8 +254,9 @@ def deal_out(
     env: ShardingEnv,
     parameters: Mapping[str, nn.Parameter],
 ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
-    """Checks a plan, and moves the sharder's own arguments and ``STATE_KEYS`` to its
-    RecStore entries.
+    """Checks a plan, and moves arguments of the sharder to its RecStore entries.
+
+    These are the arguments that only RecStore's sharders have, and ``STATE_KEYS``.
 
     Returns the sharder's ``fused_params`` without what has been moved, for TorchRec's
     kernels, and the plan with it. Raises ValueError and NotImplementedError as
@@ -324,9 +327,7 @@ def _check_stock_table(
     has_narrow_state: bool,
     has_optimizer: bool,
 ) -> None:
-    """Raises ValueError if an argument of RecStore's would have no effect on a table on
-    TorchRec's kernel.
-    """
+    """Raises ValueError if an argument would have no effect on TorchRec's kernel."""
     if has_narrow_state:
         keys = " and ".join(key for key in STATE_KEYS if key in recstore_params)
         raise ValueError(
@@ -344,9 +345,10 @@ def _check_stock_table(
 def with_options(
     plan: Mapping[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, ParameterSharding]:
-    """Returns a plan whose RecStore entries have the options that the constraints of
-    TorchRec's planner have brought, and are frozen if the table's parameter requires no
-    gradient.
+    """Returns a plan whose RecStore entries have all of their options.
+
+    These are the options that the constraints of TorchRec's planner have brought, and
+    ``frozen`` if the table's parameter requires no gradient.
 
     TorchRec's own kernels train such tables all the same (torchrec 1.8.0).
     """
@@ -398,9 +400,7 @@ def check_plan(
     supported: Collection[str],
     collection: str,
 ) -> None:
-    """Raises ValueError if the sharding type or the ``init_fn`` of a RecStore table is
-    not supported.
-    """
+    """Raises ValueError if the sharding type or the ``init_fn`` is not supported."""
     if sharding.compute_kernel != RECSTORE_KERNEL:
         return
     refusal = (
@@ -422,8 +422,9 @@ def check_plan(
 
 
 def remote_options(sharding: ParameterSharding | None) -> Servers | None:
-    """Returns the servers on which a plan's entry places a table, or None if its rows
-    are on the ranks.
+    """Returns the servers on which a plan's entry places a table.
+
+    Returns None if its rows are on the ranks.
     """
     if (
         isinstance(sharding, RecStoreParameterSharding)
@@ -436,8 +437,9 @@ def remote_options(sharding: ParameterSharding | None) -> Servers | None:
 def hashed_features(
     configs: Sequence[BaseEmbeddingConfig], shardings: Mapping[str, ParameterSharding]
 ) -> frozenset[str]:
-    """Returns the features of tables with hash routing, whose ids are mixed before the
-    input distribution.
+    """Returns the features of tables with hash routing.
+
+    Their ids are mixed before the input distribution.
 
     Raises ValueError, which names both tables, if a feature also belongs to a table
     whose ids must not be mixed.
@@ -505,8 +507,9 @@ def warn_of_overridden(
     model: nn.Module,
     constraints: Mapping[str, ParameterConstraints],
 ) -> None:
-    """Warns of tables that a RecStore sharder would place in RecStore, but for a later
-    sharder of the same collections, which TorchRec uses.
+    """Warns of tables that are not in RecStore because of a later sharder.
+
+    TorchRec uses the last sharder of the same collections.
     """
     for place, sharder in enumerate(sharders):
         if not hasattr(sharder, "with_stock_kernels"):
@@ -535,9 +538,7 @@ def warn_of_overridden(
 
 
 def warn_of_stock_enumerator(compute_device: str) -> None:
-    """Warns of what TorchRec's enumerator does for RecStore tables, if it plans for an
-    accelerator.
-    """
+    """Warns that TorchRec's enumerator plans RecStore tables for an accelerator."""
     if compute_device != "cpu":
         warn_user(
             "TorchRec's enumerator counts the rows of RecStore tables as memory of"

@@ -1,5 +1,4 @@
-"""The functions of users that take a model and the name of one of its tables: scores of
-rows, and the ids that left.
+"""The functions of users that take a model and the name of one of its tables.
 
 Tests: tests/sharders/test_row_functions.py, tests/distributed/test_row_functions.py.
 """
@@ -25,8 +24,7 @@ from torchrec_recstore.store.arguments import check_ids, check_scores
 
 
 def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
-    """Sets the scores of rows, by which a table with ``eviction=Scored()`` selects the
-    rows to evict.
+    """Sets the scores by which ``eviction=Scored()`` selects the rows to evict.
 
     Collective.
 
@@ -81,8 +79,9 @@ def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
 
 
 def left_ids(model: nn.Module, name: str) -> LeftIds:
-    """Returns the ids whose rows have left a table since the last call, and begins a
-    new record.
+    """Returns the ids whose rows have left a table since the last call.
+
+    The call begins a new record.
 
     Collective.
 

@@ -1,5 +1,4 @@
-"""The rows of RecStore tables in ``state_dict`` and in the state of the fused
-optimizer.
+"""The rows of RecStore tables in ``state_dict`` and in the fused optimizer's state.
 
 Tests: tests/checkpoint/test_state_dict.py, tests/sharders/test_state_writes.py.
 """
@@ -58,8 +57,9 @@ _BOOKKEEPING = ("id", "steps", "optimizer_steps", "last_step")
 
 @dataclass(eq=False, repr=False)
 class RowState:
-    """A table's optimizer state and bookkeeping, whose methods TorchRec's
-    ``KeyedOptimizer`` calls (torchrec 1.8.0).
+    """A table's optimizer state and bookkeeping.
+
+    TorchRec's ``KeyedOptimizer`` calls the methods (torchrec 1.8.0).
 
     The state of a table with ``R`` rows, ``D`` columns and ``C`` column shards has
     these entries:
@@ -151,8 +151,9 @@ class RowState:
         self.copies.forget(self.name, _STATES)
 
     def forget_copies(self) -> None:
-        """Ends the check for writes to the tensors that ``state_dict`` returned, after
-        all rows were replaced.
+        """Ends the check for writes to the tensors that ``state_dict`` returned.
+
+        It is called after all rows were replaced.
         """
         for description in (WEIGHTS, _STATES):
             self.copies.forget(self.name, description)
@@ -167,9 +168,7 @@ class RowState:
         self._check_present(keys, state)
 
     def check_bookkeeping(self, state: Mapping[str, object]) -> None:
-        """Raises ``ValueError`` like :meth:`check_keys` if a key of the clocks and the
-        stamps is missing.
-        """
+        """Raises ``ValueError`` if a key of the clocks and the stamps is missing."""
         self._check_present(_BOOKKEEPING, state)
 
     def _check_present(self, keys: Sequence[str], state: Mapping[str, object]) -> None:
@@ -183,8 +182,9 @@ class RowState:
             )
 
     def _part(self, shard: LocalShard, state: Mapping[str, Value]) -> Part:
-        """Returns the rows in ``state``, whose (R,) entries are plain tensors, that
-        belong to a shard.
+        """Returns the rows in ``state`` that belong to a shard.
+
+        The (R,) entries of ``state`` are plain tensors.
         """
         whole_ids = torch.as_tensor(state["id"])
         positions = owned_positions(shard, whole_ids)
@@ -225,9 +225,7 @@ class RowState:
         return self.copies.give(self.name, _STATES, copy)
 
     def _read(self, table: Table) -> dict[str, Tensor]:
-        """Returns the ids, the optimizer state and the stamps of all rows, without the
-        weights.
-        """
+        """Returns the ids, the optimizer state and the stamps of all rows."""
         ids: list[Tensor] = []
         columns: dict[str, list[Tensor]] = {}
         for key in (*self._states, *STAMPS):
@@ -243,8 +241,9 @@ class RowState:
 
 
 def _row_wise(shard: LocalShard, source: WholeRows, starts: Sequence[int]) -> Tensor:
-    """Returns a row-wise state of a shard, (n,), from that of column shards, (R, C),
-    which begin at ``starts``.
+    """Returns a row-wise state of a shard, (n,), from that of column shards, (R, C).
+
+    The column shards begin at ``starts``.
 
     It is the column-weighted mean of the states that cover the shard's columns.
     """
@@ -281,8 +280,9 @@ def _check_row_count(name: str, saved: Value, loaded: int) -> None:
 
 
 def _export_weights(table: RowState) -> tuple[Tensor, Tensor]:
-    """Returns copies of a table's ``weight``, (R, dim) of its dtype, and ``weight_id``,
-    (R,) int64.
+    """Returns copies of a table's ``weight`` and ``weight_id``.
+
+    They are (R, dim) of the table's dtype, and (R,) int64.
 
     Collective.
     """
@@ -323,16 +323,18 @@ def _checked_weights(
 
 
 def check_not_shared(shards: Sequence[LocalShard]) -> None:
-    """Raises ``ValueError`` if the rows of a table are in a shared cold store, so that
-    others use them.
+    """Raises ``ValueError`` if the rows of a table are in a shared cold store.
+
+    Others use these rows.
     """
     for shard in shards:
         shard.table.check_unshared("others' rows would be replaced")
 
 
 def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
-    """Replaces the rows of a table's shards by those of ``source``, and resets
-    optimizer states.
+    """Replaces the rows of a table's shards, and resets optimizer states.
+
+    ``source`` has the new rows.
     """
     for shard in shards:
         rows = source.rows(shard, shard.table.columns)
@@ -345,8 +347,9 @@ def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
 
 @dataclass(eq=False, repr=False)
 class ModuleState:
-    """The rows of a sharded module's RecStore tables in its ``state_dict``, and their
-    states in its fused optimizer.
+    """The rows of a sharded module's tables in its states.
+
+    The states are its ``state_dict`` and that of its fused optimizer.
     """
 
     # The name of the module's attribute with TorchRec's tables: embedding_bags or
@@ -398,9 +401,7 @@ class ModuleState:
             self._bases.setdefault(name, {})[checksum] = base
 
     def _forget_deltas_of(self, name: str, checksum: str) -> None:
-        """Forgets the deltas that were made after a checkpoint whose rows replace
-        theirs.
-        """
+        """Forgets the deltas of a checkpoint whose rows replace those of the deltas."""
         bases = self._bases.get(name, {})
         deltas = [delta for delta, base in bases.items() if base == checksum]
         for delta in deltas:
@@ -409,8 +410,9 @@ class ModuleState:
             self._forget_deltas_of(name, delta)
 
     def has_had_rows_of(self, name: str, checksum: str) -> bool:
-        """Returns whether a table has had the rows of a checkpoint, which it may have
-        changed since.
+        """Returns whether a table has had the rows of a checkpoint.
+
+        It may have changed them since.
         """
         return checksum in self._had.get(name, ())
 
@@ -424,8 +426,9 @@ class ModuleState:
         self._bases.pop(name, None)
 
     def forget_replaced(self, name: str) -> None:
-        """Notes that all rows and states of a table were replaced, so that copies of
-        them may be written to.
+        """Notes that all rows and states of a table were replaced.
+
+        Copies of them may be written to.
         """
         self.forget_rows_of(name)
         self.tables[name].forget_copies()
@@ -437,8 +440,9 @@ class ModuleState:
 
     @property
     def emits_rows(self) -> bool:
-        """Whether ``state_dict`` of the module and its fused optimizer has the rows,
-        and loading it replaces them.
+        """Whether states have the rows, and loading them replaces the rows.
+
+        The states are those of the module and of its fused optimizer.
         """
         return all(table.emits_rows for table in self.tables.values())
 
@@ -448,8 +452,7 @@ class ModuleState:
             table.emits_rows = emits
 
     def load(self, state_dict: dict[str, Value], prefix: str) -> None:
-        """Loads the rows in ``state_dict``, and replaces them there by empty parameters
-        for TorchRec.
+        """Loads the rows in ``state_dict``, and puts empty parameters in their place.
 
         Collective.
 
@@ -489,8 +492,9 @@ class ModuleState:
     def _replace_rows(
         self, keys: Mapping[str, str], state_dict: dict[str, Value]
     ) -> None:
-        """Replaces the rows of the tables whose weights are in ``state_dict``, and
-        removes their ids and counts there.
+        """Replaces the rows of the tables whose weights are in ``state_dict``.
+
+        Their ids and counts are removed there.
 
         Collective.
         """
@@ -523,8 +527,9 @@ class ModuleState:
             self.copies.forget(name, WEIGHTS)
 
     def optimizer_with_states(self, optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Returns the module's fused optimizer, which has the tables of this rank, with
-        the states of all tables.
+        """Returns the module's fused optimizer with the states of all tables.
+
+        ``optimizer`` has the tables of this rank.
         """
         # Saving is collective for each table, so every rank must have all tables, in
         # the same order.
@@ -566,9 +571,7 @@ class ModuleState:
         return CombinedOptimizer(optimizers)
 
     def take_over(self, fresh: ModuleState) -> None:
-        """Replaces the tables by those of a module of the same tables with another
-        plan.
-        """
+        """Replaces the tables by those of a module with another plan."""
         # The parameter groups stay, with their learning rates: optimizers and
         # schedulers of the user refer to them.
         groups_by_id: dict[int, dict[str, Any]] = {}

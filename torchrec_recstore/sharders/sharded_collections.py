@@ -1,5 +1,4 @@
-"""The sharders and sharded modules of TorchRec's collections, with tables in RecStore
-or on TorchRec's kernels.
+"""The sharders and sharded modules of TorchRec's collections.
 
 Tests: tests/sharders/test_embeddingbag.py, tests/sharders/test_embedding.py.
 """
@@ -69,9 +68,7 @@ from torchrec_recstore.utils import warn_user
 
 
 def _has_trained_weights(features: KeyedJaggedTensor) -> bool:
-    """Returns whether ``features`` have per-sample weights that require a gradient,
-    while gradients are enabled.
-    """
+    """Returns whether ``features`` have weights that get a gradient."""
     if not torch.is_grad_enabled():
         return False
     weights = features.weights_or_none()
@@ -111,8 +108,9 @@ class RecStoreShardedEmbeddingBagCollection(
     BagCollectionSeams,
     ShardedEmbeddingBagCollection,  # type: ignore[misc]
 ):
-    """A sharded ``EmbeddingBagCollection`` whose tables are in RecStore or on
-    TorchRec's kernels, as the plan says.
+    """A sharded ``EmbeddingBagCollection`` with tables in RecStore.
+
+    Its other tables are on TorchRec's kernels, as the plan says.
 
     A RecStore table accepts any int64 id. In training, the forward pass makes rows and
     the backward pass updates them. In evaluation, nothing changes. The initial weights
@@ -179,9 +177,7 @@ class RecStoreShardedEmbeddingBagCollection(
         return super().input_dist(ctx, features)
 
     def output_dist(self, ctx: Any, output: Any) -> LazyAwaitable[KeyedTensor]:
-        """Distributes the results, as TorchRec's method does, and applies inverse
-        indices.
-        """
+        """Distributes the results, and applies inverse indices."""
         return self._by_inverse_indices(ctx, super().output_dist(ctx, output))
 
     def compute_and_output_dist(
@@ -219,8 +215,9 @@ class RecStoreShardedEmbeddingBagCollection(
         return is_weighted(self)
 
     def _lost_weight_gradients(self, features: KeyedJaggedTensor) -> str:
-        """Describes the gradients of weights that the input distribution of a RecStore
-        table would lose, if any.
+        """Describes the gradients of weights that the input distribution would lose.
+
+        Returns an empty text if there are none.
         """
         # TorchRec distributes features outside of autograd (torchrec 1.8.0). Weights
         # keep their gradient only if they are returned unchanged: on one rank, with one
@@ -267,8 +264,9 @@ class RecStoreShardedEmbeddingBagCollection(
         return f"shard all tables of the collection table_wise, {fix}"
 
     def _divided_afterwards(self) -> set[str]:
-        """Returns the outputs with mean pooling that are divided by their lengths after
-        the output distribution.
+        """Returns the outputs that are divided after the output distribution.
+
+        These are means whose kernels return sums.
         """
         names_by_table = get_embedding_names_by_table(self.table_configs)
         divided: set[str] = set()
@@ -339,8 +337,7 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
     FeatureProcessedSharderSeams,
     FeatureProcessedEmbeddingBagCollectionSharder,  # type: ignore[misc]
 ):
-    """The sharder of ``FeatureProcessedEmbeddingBagCollection`` that places tables in
-    RecStore.
+    """The sharder of ``FeatureProcessedEmbeddingBagCollection`` for RecStore.
 
     The feature processors are trained as with TorchRec's sharder. TorchRec's sharder
     itself cannot place tables in RecStore, because it does not ask ``ebc_sharder`` for
@@ -376,8 +373,9 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
     def with_stock_kernels(
         self,
     ) -> RecStoreFeatureProcessedEmbeddingBagCollectionSharder:
-        """Returns a copy that also offers TorchRec's kernels, for planners that choose
-        the kernel by constraint.
+        """Returns a copy that also offers TorchRec's kernels.
+
+        It is for planners that choose the kernel by constraint.
         """
         offering = copy.copy(self)
         offering.inner_sharder = self.inner_sharder.with_stock_kernels()
@@ -423,8 +421,9 @@ class RecStoreShardedEmbeddingCollection(
     SequenceCollectionSeams,
     ShardedEmbeddingCollection,  # type: ignore[misc]
 ):
-    """A sharded ``EmbeddingCollection`` whose tables are in RecStore or on TorchRec's
-    kernels, as the plan says.
+    """A sharded ``EmbeddingCollection`` with tables in RecStore.
+
+    Its other tables are on TorchRec's kernels, as the plan says.
 
     The output has one row for each id. Rows are made and updated as in
     :class:`RecStoreShardedEmbeddingBagCollection`. TorchRec 1.8.0 has no
@@ -469,8 +468,9 @@ class RecStoreShardedEmbeddingCollection(
 
     @property
     def unsharded_module_type(self) -> type[EmbeddingCollection]:
-        """The class of the unsharded module, by which
-        ``DistributedModelParallel.reshard`` finds the sharder.
+        """The class of the unsharded module.
+
+        ``DistributedModelParallel.reshard`` finds the sharder by it.
         """
         return EmbeddingCollection  # type: ignore[no-any-return]
 
@@ -506,8 +506,9 @@ class RecStoreEmbeddingCollectionSharder(
     RecStoreCollectionSharder,
     EmbeddingCollectionSharder,  # type: ignore[misc]
 ):
-    """The sharder of ``EmbeddingCollection`` that places tables in RecStore, as
-    :class:`RecStoreSharder` does.
+    """The sharder of ``EmbeddingCollection`` that places tables in RecStore.
+
+    See :class:`RecStoreSharder`; the arguments are the same.
     """
 
     _sharded = RecStoreShardedEmbeddingCollection

@@ -1,5 +1,4 @@
-"""The kernels of one sharding: RecStore's for groups of RecStore tables, and TorchRec's
-for other groups.
+"""The kernels of one sharding: RecStore's and TorchRec's.
 
 TorchRec calls the module with these kernels a lookup.
 
@@ -46,8 +45,10 @@ from torchrec_recstore.torchrec_seams.models import (
 
 
 class RecStoreShardingKernels(ShardingKernelsSeams):
-    """The compute kernels of one sharding: RecStore's kernel for the groups that the
-    plan places in RecStore, and TorchRec's for the others.
+    """The compute kernels of one sharding.
+
+    RecStore's kernel is for the groups that the plan places in RecStore, and TorchRec's
+    kernels are for the others.
 
     A mixin for the modules that TorchRec calls lookups.
     """
@@ -108,8 +109,9 @@ class RecStoreShardingKernels(ShardingKernelsSeams):
                 kernel.batch = None
 
     def make_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel | None:
-        """Returns RecStore's kernel for a group of RecStore tables, or None for a group
-        on TorchRec's kernels.
+        """Returns RecStore's kernel for a group of RecStore tables.
+
+        Returns None for a group on TorchRec's kernels.
         """
         recstore = config.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL
         return self._recstore_kernel(config) if recstore else None

@@ -1,5 +1,4 @@
-"""A train pipeline that prepares the rows of the next batch during the current one,
-also on the CPU.
+"""A train pipeline that prepares the rows of the next batch, also on the CPU.
 
 Tests: tests/distributed/test_train_pipeline.py, tests/distributed/test_pipeline_events.py.
 """
@@ -42,8 +41,7 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
         self._prefetching: list[Future[None]] = []
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Trains the model on one batch of the iterator, and returns the output of the
-        model.
+        """Trains the model on one batch, and returns the output of the model.
 
         If the call raises an error, the batch was not trained, unless the error is one
         of the optimizer's step. The next call takes the same batch again;
@@ -61,8 +59,9 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
         return super().progress(dataloader_iter)
 
     def finish_prefetch(self) -> None:
-        """Waits until the rows of the batches in flight are prepared, or raises the
-        error of the preparation.
+        """Waits until the rows of the batches in flight are prepared.
+
+        Raises the error of the preparation.
         """
         # The next forward finds all rows, and result() raises the errors of the thread.
         while self._prefetching:
@@ -74,8 +73,9 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
         features: Any,
         device: torch.device,
     ) -> None:
-        """Prepares the rows of the next batch: on the CPU in a thread, on an
-        accelerator before backward begins.
+        """Prepares the rows of the next batch.
+
+        On the CPU it is done in a thread, on an accelerator before backward begins.
         """
         if device.type == "cpu":
             self._prefetching.append(self._thread.submit(module.prefetch, features))

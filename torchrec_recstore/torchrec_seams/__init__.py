@@ -1,5 +1,6 @@
-"""The private parts of TorchRec that this package uses: what TorchRec has no public way
-to do.
+"""The private parts of TorchRec that this package uses.
+
+They are what TorchRec has no public way to do.
 
 Nothing outside this folder uses a private name of TorchRec
 (``tests/test_torchrec_seams.py``). Each seam was checked on torchrec 1.7.0, 1.8.0 and

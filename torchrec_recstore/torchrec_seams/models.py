@@ -1,5 +1,4 @@
-"""The private parts of TorchRec's shardings, sharded modules, kernels and
-optimizers.
+"""The private parts of TorchRec's shardings, sharded modules and kernels.
 
 A seam that gives no other reason exists because TorchRec has no public accessor.
 
@@ -48,8 +47,9 @@ def sharding_env(sharded: Any) -> ShardingEnv:
 
 
 def split_in_node(sharding: Sharding) -> tuple[int, int]:
-    """Returns the ranks of a node and this rank among them, for table-row-wise and grid
-    shardings.
+    """Returns the ranks of a node and this rank among them.
+
+    It is for table-row-wise and grid shardings.
     """
     return sharding._local_size, sharding._rank % sharding._local_size
 
@@ -74,8 +74,9 @@ def grouped_configs_of_all_ranks(sharding: Sharding) -> list[GroupedEmbeddingCon
 
 
 class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
-    """A mixin for TorchRec's sharded collections: it gives their private hooks and
-    attributes public names.
+    """Public names for private hooks and attributes of TorchRec's sharded collections.
+
+    It is a mixin.
     """
 
     _optim: CombinedOptimizer
@@ -138,8 +139,9 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
 
     @contextmanager
     def hidden_configs(self, tables: Sequence[str]) -> Iterator[None]:
-        """Hides the configs of some tables from TorchRec's methods, which have no
-        argument for it.
+        """Hides the configs of some tables from TorchRec's methods.
+
+        These methods have no argument for it.
         """
         attribute = f"_{self._configs_name}"
         configs = self.table_configs
@@ -152,8 +154,9 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
             setattr(self, attribute, configs)
 
     def become(self, other: CollectionSeams) -> None:
-        """Takes over everything of another sharded collection of the same tables, but
-        stays the same object.
+        """Takes over all of another sharded collection, but stays the same object.
+
+        Both have the same tables.
         """
         # The hooks of the user and TorchRec's refer to this object, and stay. So does
         # the fused optimizer.
@@ -174,8 +177,9 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         raise NotImplementedError
 
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Returns the collection's fused optimizer, once the stock tables are
-        registered.
+        """Returns the collection's fused optimizer.
+
+        It is called once the stock tables are registered.
         """
         raise NotImplementedError
 
@@ -184,9 +188,7 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         raise NotImplementedError
 
     def load_rows(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Takes the rows of the collection's own tables out of a state that is being
-        loaded.
-        """
+        """Takes the rows of the collection's tables out of a state to load."""
         raise NotImplementedError
 
     def _create_lookups(self) -> None:  # the only place between shardings and kernels
@@ -259,17 +261,16 @@ class SequenceCollectionSeams(CollectionSeams):
 
 
 def is_in_pipeline(module: nn.Module) -> bool:
-    """Returns whether a train pipeline has replaced the ``forward`` of a sharded
-    module, as TorchRec's pipelines do.
-    """
+    """Returns whether a train pipeline has replaced the ``forward`` of a module."""
     # Detaching a pipeline leaves the original method in the attribute of the object
     # (torchrec 1.8.0).
     return getattr(module.forward, "__func__", None) is not type(module).forward
 
 
 def on_meta_device(module: nn.Module) -> nn.Module:
-    """Returns a shallow copy of an unsharded collection, on the meta device: sharding
-    it loads no weights.
+    """Returns a shallow copy of an unsharded collection, on the meta device.
+
+    Sharding the copy loads no weights.
     """
     shallow = copy.copy(module)
     shallow._device = torch.device("meta")  # type: ignore[assignment]
@@ -277,15 +278,17 @@ def on_meta_device(module: nn.Module) -> nn.Module:
 
 
 def set_device(collection: nn.Module, device: torch.device) -> None:
-    """Sets the ``device`` attribute of an unsharded collection after its tables have
-    been replaced.
+    """Sets the ``device`` attribute of an unsharded collection.
+
+    Its tables have been replaced.
     """
     collection._device = device  # type: ignore[assignment]
 
 
 def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
-    """Returns the table configs of a collection, sharded or not, and an empty list for
-    other modules.
+    """Returns the table configs of a collection, sharded or not.
+
+    Other modules have none.
     """
     for name in ("embedding_bag_configs", "embedding_configs"):
         # A sharded collection has no public name of its configs.
@@ -335,8 +338,9 @@ def set_plan(model: DistributedModelParallel, plan: ShardingPlan) -> None:
 
 
 def follow_collection_inside(collection: nn.Module) -> None:
-    """Sets what the constructor of a feature-processed collection has read of the plan
-    of the collection inside.
+    """Tells a feature-processed collection of the plan of the collection inside.
+
+    Its constructor has read the plan.
     """
     inside: Any = collection_inside(collection)
     collection._lookups = inside._lookups
@@ -363,8 +367,10 @@ class FeatureProcessedSharderSeams:
 
 
 class ShardingKernelsSeams(BaseEmbeddingLookup):  # type: ignore[misc]
-    """A mixin for the modules that TorchRec calls lookups, which have the kernels of one
-    sharding: a subclass makes its own kernel for some groups of tables.
+    """A mixin that makes other kernels than TorchRec for some groups of tables.
+
+    It is for the modules that TorchRec calls lookups, which have the kernels of one
+    sharding.
     """
 
     _dummy_embs_tensor: Tensor
@@ -444,8 +450,9 @@ tracking_mode: Callable[[ModelDeltaTrackerTrec], TrackingMode] = attrgetter("_mo
 def marked_optimizer(
     parameter: Tensor | None,
 ) -> tuple[type[torch.optim.Optimizer] | None, dict[str, Any]]:
-    """Returns the optimizer class and arguments that ``apply_optimizer_in_backward``
-    has set, or (None, {}).
+    """Returns the optimizer class and arguments of ``apply_optimizer_in_backward``.
+
+    Returns (None, {}) if there are none.
     """
     (optimizer_class,) = getattr(parameter, "_optimizer_classes", [None])
     kwargs = getattr(parameter, "_optimizer_kwargs", [{}])[0]
@@ -453,7 +460,8 @@ def marked_optimizer(
 
 
 def mark_as_optimized(parameter: Tensor, optimizer: object) -> None:
-    """Marks a parameter as updated in backward, as ``in_backward_optimizer_filter``
-    reads it.
+    """Marks a parameter as updated in backward.
+
+    ``in_backward_optimizer_filter`` reads the mark.
     """
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]

@@ -47,8 +47,9 @@ class BatchContext(PrefetchTrainPipelineContext):  # type: ignore[misc]
 
 
 class _Forward(PrefetchPipelinedForward):  # type: ignore[misc]
-    """The forward of a pipelined module: that of TorchRec within a step, and the
-    module's own outside of a step.
+    """The forward of a pipelined module.
+
+    It is that of TorchRec within a step, and the module's own outside of a step.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +63,7 @@ class _Forward(PrefetchPipelinedForward):  # type: ignore[misc]
 
 
 class _BeforeForward:
-    """The hook that a pipeline adds to its model: it tells the pipeline of calls of the
-    model.
+    """The hook that tells a pipeline of calls of its model.
 
     A copy of the model, such as an export makes of its dense layers, belongs to no
     pipeline. So a copy of the hook does nothing, and a model with the hook can be
@@ -85,8 +85,7 @@ class _BeforeForward:
 
 
 class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]
-    """A prefetching pipeline that also prefetches where there are no CUDA streams, and
-    that can be interrupted.
+    """A prefetching pipeline that can be interrupted, and that needs no CUDA streams.
 
     TorchRec's methods assume that every batch in flight is in the stage in which an
     undisturbed step leaves it. This class records the stage of each batch, and brings
@@ -117,21 +116,18 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         features: Any,
         device: torch.device,
     ) -> None:
-        """Prepares the rows of a sharded module's next training batch if there is no
-        stream.
-        """
+        """Prepares the rows of a module's next training batch if there is no stream."""
         raise NotImplementedError
 
     def finish_prefetch(self) -> None:
-        """Waits until the rows of the batches in flight are prepared, or raises the
-        error of the preparation.
+        """Waits until the rows of the batches in flight are prepared.
+
+        Raises the error of the preparation.
         """
         raise NotImplementedError
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Trains the model on one batch of the iterator, and returns the output of the
-        model.
-        """
+        """Trains the model on one batch, and returns the output of the model."""
         self._check_mode(dataloader_iter)
         try:
             self.finish_prefetch()
@@ -171,8 +167,9 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         return context
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
-        """Loads up to two batches, prefetches the first, and starts the input
-        distribution of the second.
+        """Loads up to two batches, and brings them to their stages.
+
+        The first is prefetched, and the input distribution of the second is started.
         """
         # TorchRec's method does nothing if a batch is in flight, in whatever stage
         # (torchrec 1.7.0 to 1.9.2). Then one batch without input distribution would be
@@ -192,9 +189,7 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         self._stepping = True
 
     def _start(self, place: int) -> None:
-        """Starts the input distribution of a batch in flight, if it has not been
-        started.
-        """
+        """Starts the input distribution of a batch in flight, if it is not started."""
         if not self.contexts[place].distributed:
             # The method pipelines the model before its first batch.
             self._init_pipelined_modules(
@@ -294,6 +289,7 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Takes up the model again after :meth:`detach`, or takes another model.
+
         :meth:`progress` calls it if needed.
 
         Args:

@@ -26,15 +26,17 @@ compute_device: Callable[[Enumerator], str] = attrgetter("_compute_device")
 
 
 class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
-    """A mixin for constraints with additional fields: the key of a stored plan depends
-    on these fields, too.
+    """A mixin for constraints with additional fields.
+
+    The key of a stored plan depends on these fields, too.
     """
 
     key_value_params: KeyValueParams | None
 
     def own_fields(self) -> str:
-        """Returns the fields that TorchRec's constraints do not have, as text that is
-        the same in every process.
+        """Returns the fields that TorchRec's constraints do not have, as text.
+
+        The text is the same in every process.
         """
         raise NotImplementedError
 
@@ -43,8 +45,9 @@ class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
         raise NotImplementedError
 
     def hash_with_own_fields(self) -> int:
-        """Returns the hash of all fields; a dataclass sets its own ``__hash__``, which
-        has to call this.
+        """Returns the hash of all fields.
+
+        A dataclass sets its own ``__hash__``, which has to call this.
         """
         stock_hash = ParameterConstraints.__hash__(self._stock_part())
         return int(hash_sha256_to_int([stock_hash, self.own_fields()]))
@@ -68,8 +71,9 @@ def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
 
 
 class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
-    """A planner that chooses its enumerator and its statistics once TorchRec's
-    constructor has found the topology.
+    """A planner that chooses its enumerator and its statistics.
+
+    It does so once TorchRec's constructor has found the topology.
     """
 
     def make_enumerator(
@@ -114,9 +118,7 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
 
     @property
     def searched(self) -> tuple[Enumerator, Topology]:
-        """The enumerator, and the topology without the memory reserved for the dense
-        part.
-        """
+        """The enumerator, and the topology without the memory for the dense part."""
         return (
             self._enumerator,
             self._storage_reservation.last_reserved_topology or self._topology,
