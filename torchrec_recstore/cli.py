@@ -47,7 +47,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",  # joins the lines of a docstring to paragraphs
 )
 
-JOBS, CHECKPOINTS, MACHINE = "Training and serving", "Checkpoints", "This machine"
+JOBS = "Training and serving"
+CHECKPOINTS = "Checkpoints"
+MACHINE = "This machine"
 # The flags of the script, including --help, are passed on to the script.
 _PASS_ON = {
     "allow_extra_args": True,
@@ -56,8 +58,8 @@ _PASS_ON = {
 }
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         print(f"recstore {__version__}")
         raise typer.Exit
 
@@ -90,33 +92,32 @@ def _of_others(name: str, entry: EntryPoint | None) -> Any:
         if entry is None:
             raise missing(name)
         return entry.load()
-    except (
-        ImportError,
-        AttributeError,
-    ) as error:  # AttributeError: the entry point of another version
+    except ImportError as error:
+        reason = str(error)
+    except AttributeError as error:  # the entry point of another version
         reason = str(error)
 
-    def say(context: typer.Context) -> None:
+    def say_why(context: typer.Context) -> None:
         with errors_in_one_line():
             raise ValueError(reason)
 
-    return say
+    return say_why
 
 
 app.command(rich_help_panel=JOBS, context_settings=_PASS_ON)(train)
 app.command(rich_help_panel=JOBS)(plan)
 for _name, _entry in commands().items():
-    if isinstance(_command := _of_others(_name, _entry), typer.Typer):
+    _command = _of_others(_name, _entry)
+    if isinstance(_command, typer.Typer):
         app.add_typer(_command, name=_name, rich_help_panel=JOBS)
+    elif _command.__module__ == __name__:  # it only says why it cannot be used
+        app.command(
+            _name, rich_help_panel=JOBS, hidden=True, context_settings=_PASS_ON
+        )(_command)
     else:
-        _says_why: dict[str, Any] = (
-            {"hidden": True, "context_settings": _PASS_ON}
-            if _command.__module__ == __name__
-            else {}
-        )
-        app.command(_name, rich_help_panel=JOBS, **_says_why)(_command)
-for _of_checkpoints in (inspect, diff, compact, sign, top, neighbours):
-    app.command(rich_help_panel=CHECKPOINTS)(_of_checkpoints)
+        app.command(_name, rich_help_panel=JOBS)(_command)
+for _checkpoint_command in (inspect, diff, compact, sign, top, neighbours):
+    app.command(rich_help_panel=CHECKPOINTS)(_checkpoint_command)
 app.command(rich_help_panel=MACHINE)(doctor)
 app.command(rich_help_panel=MACHINE)(bench)
 
@@ -136,10 +137,9 @@ def main() -> None:
 
 
 def _run() -> object:
+    arguments = sys.argv[1:] or ["--help"]
     with errors_in_one_line():
-        return app(
-            sys.argv[1:] or ["--help"], prog_name="recstore", standalone_mode=False
-        )
+        return app(arguments, prog_name="recstore", standalone_mode=False)
 
 
 if __name__ == "__main__":

@@ -46,14 +46,16 @@ _INSPECTED = (
 def _verify(checkpoints: Sequence[CheckpointInfo]) -> None:
     from torchrec_recstore.checkpoint.fold import check_files
 
-    with progress(
-        "verifying", sum(info.bytes for info in checkpoints), "bytes"
-    ) as advance:
+    total_bytes = sum(info.bytes for info in checkpoints)
+    with progress("verifying", total_bytes, "bytes") as advance:
         check_files(checkpoints, advance)
 
 
 def _rows_of(checkpoints: Sequence[CheckpointInfo]) -> int:
-    return sum(table.rows for info in checkpoints for table in info.tables.values())
+    rows = 0
+    for info in checkpoints:
+        rows += sum(table.rows for table in info.tables.values())
+    return rows
 
 
 def inspect(
@@ -101,85 +103,86 @@ def inspect(
 
     with errors_in_one_line():
         if path.is_dir() and not (path / METADATA).exists():
-            inside = sorted(
-                (read_info(each.parent) for each in path.glob(f"*/{METADATA}")),
-                key=lambda each: each.step,
-            )
-            cold = run_directories(path)
-            if inside or cold:
-                _print_run(path, inside, cold, as_json)
+            checkpoints = [
+                read_info(file.parent) for file in path.glob(f"*/{METADATA}")
+            ]
+            checkpoints.sort(key=lambda info: info.step)
+            cold_stores = run_directories(path)
+            if checkpoints or cold_stores:
+                _print_run(path, checkpoints, cold_stores, as_json)
                 return
         chain = read_chain(path)
+        nonfinite = {}
         if verify:
             _verify(chain)
-        nonfinite = (
-            {name: nonfinite_rows(chain, name) for name in chain[-1].tables}
-            if verify
-            else {}
-        )
+            for name in chain[-1].tables:
+                nonfinite[name] = nonfinite_rows(chain, name)
     if as_json:
-        print_json(
-            {
-                **_as_json(chain),
-                "verified": verify,
-                "nonfinite_rows": nonfinite if verify else None,
-            }
-        )
+        contents = _as_json(chain)
+        contents["verified"] = verify
+        contents["nonfinite_rows"] = nonfinite if verify else None
+        print_json(contents)
         return
     _print_checkpoint(chain)
-    if bad := [f"{count:,} of {name}" for name, count in in_order(nonfinite) if count]:
-        print_line(f"not finite      rows with NaN or infinity: {', '.join(bad)}")
-    files = sum(len(info.files) for info in chain) + len(chain)
-    print_line(f"checksums       {f'{files} files good' if verify else 'not verified'}")
+    counts = [f"{count:,} of {name}" for name, count in in_order(nonfinite) if count]
+    if counts:
+        print_line(f"not finite      rows with NaN or infinity: {', '.join(counts)}")
+    file_count = sum(len(info.files) for info in chain) + len(chain)
+    checksums = f"{file_count} files good" if verify else "not verified"
+    print_line(f"checksums       {checksums}")
 
 
 def _print_run(
     path: Path,
     checkpoints: Sequence[CheckpointInfo],
-    cold: Sequence[Run],
+    cold_stores: Sequence[Run],
     as_json: bool,
 ) -> None:
     if as_json:
-        told = [
+        print_json(
             {
-                **_facts(info),
-                "rows": _rows_of([info]),
-                "delta_of": None if info.base is None else str(info.base),
+                "path": str(path),
+                "checkpoints": [_summary_as_json(info) for info in checkpoints],
+                "cold_stores": [
+                    {**asdict(run), "path": str(run.path)} for run in cold_stores
+                ],
             }
-            for info in checkpoints
-        ]
-        stores = [{**asdict(run), "path": str(run.path)} for run in cold]
-        print_json({"path": str(path), "checkpoints": told, "cold_stores": stores})
+        )
         return
     if checkpoints:
         rows = []
         for info in checkpoints:
-            numbers = [
-                f"{number:,}"
-                for number in (info.step, _rows_of([info]), info.world_size)
-            ]
+            base = "" if info.base is None else info.base.name
             rows.append(
                 [
                     info.path.name,
-                    *numbers,
+                    f"{info.step:,}",
+                    f"{_rows_of([info]):,}",
+                    f"{info.world_size:,}",
                     decimal(info.bytes),
-                    "" if info.base is None else info.base.name,
+                    base,
                 ]
             )
         print_table(["checkpoint", "step", "rows", "ranks", "bytes", "delta of"], rows)
-    if cold:
-        of = [
-            (
-                str(run.path.relative_to(path)),
-                run.shard,
-                run.owner or "ended",
-                decimal(run.bytes),
+    if cold_stores:
+        rows = []
+        for run in cold_stores:
+            directory = str(run.path.relative_to(path))
+            rows.append(
+                [directory, run.shard, run.owner or "ended", decimal(run.bytes)]
             )
-            for run in cold
-        ]
-        print_table(["cold store", "shard", "process", "bytes"], of)
-    if command := removal(cold):
+        print_table(["cold store", "shard", "process", "bytes"], rows)
+    command = removal(cold_stores)
+    if command:
         print_line(f"remove those of processes that have ended: {command}")
+
+
+def _summary_as_json(info: CheckpointInfo) -> dict[str, Any]:
+    return {
+        **_facts(info),
+        "rows": _rows_of([info]),
+        "delta_of": None if info.base is None else str(info.base),
+    }
 
 
 def _inspect_served_file(
@@ -189,36 +192,32 @@ def _inspect_served_file(
         serving = plugin("serving")
         if verify:
             serving.verify(path, key=key)
-        told = {**serving.described(path), "verified": verify}
+        contents = {**serving.described(path), "verified": verify}
     if as_json:
-        print_json(told)
+        print_json(contents)
         return
-    for name, value in told.items():
+    for name, value in contents.items():
         if name not in ("tables", "dense", "bytes", "verified"):
             print_line(f"{name:<15} {value}")
-    if "dense" in told:
-        print_line(f"dense tensors   {len(told['dense'])}")
-    print_line(f"size            {decimal(told['bytes'])}")
-    if "tables" in told:
-        _print_served_tables(told["tables"])
+    if "dense" in contents:
+        print_line(f"dense tensors   {len(contents['dense'])}")
+    print_line(f"size            {decimal(contents['bytes'])}")
+    if "tables" in contents:
+        _print_served_tables(contents["tables"])
     print_line(f"checksum        {'good' if verify else 'not verified'}")
     if key is not None:
         print_line(f"signature       good, of {key}")
 
 
 def _print_served_tables(tables: dict[str, dict[str, int]]) -> None:
+    first_table = next(iter(tables.values()), {})
     rows = []
     for name, table in in_order(tables):
-        rows.append(
-            [
-                name,
-                *(
-                    decimal(n) if key == "bytes" else f"{n:,}"
-                    for key, n in table.items()
-                ),
-            ]
-        )
-    print_table(["table", *(next(iter(tables.values()), {}))], rows)
+        row = [name]
+        for key, number in table.items():
+            row.append(decimal(number) if key == "bytes" else f"{number:,}")
+        rows.append(row)
+    print_table(["table", *first_table], rows)
 
 
 def sign(
@@ -251,34 +250,38 @@ def sign(
 
 
 def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
-    info, state = chain[-1], _state_keys(chain[-1])
+    info = chain[-1]
+    state = _state_keys(info)
+    bases = [str(delta.base) for delta in chain[:0:-1]]
     print_line(f"checkpoint      {info.path}")
     print_line(f"step            {info.step:,}")
     print_line(f"world size      {info.world_size}")
-    print_line(
-        "delta of       "
-        f" {', a delta of '.join(str(each.base) for each in chain[:0:-1]) or 'nothing: full'}"
-    )
+    print_line(f"delta of        {', a delta of '.join(bases) or 'nothing: full'}")
     print_line(f"dense tensors   {len(info.dense)}")
     print_line(
         f"training state  {state if isinstance(state, str) else ', '.join(state)}"
     )
     print_line(f"size            {decimal(info.bytes)} in {len(info.files) + 1} files")
-    # A delta holds only a part of the rows of each table.
-    here = ["here"] if info.delta_of else []
+    columns = ["table", "rows", "dim", "dtype", "optimizer", "bytes", "parts"]
     rows = []
-    for name, each in in_order(info.tables):
-        values = _table_as_json(info, each)
-        counts = [
-            f"{each.rows:,}",
-            *(f"{values['rows_here']:,}" for _ in here),
-            str(each.dim),
+    for name, table in in_order(info.tables):
+        values = _table_as_json(info, table)
+        row = [
+            name,
+            f"{table.rows:,}",
+            str(table.dim),
+            table.dtype,
+            type(table.optimizer).__name__,
+            decimal(values["bytes"]),
+            str(len(table.parts)),
         ]
-        optimizer, size = type(each.optimizer).__name__, decimal(values["bytes"])
-        rows.append([name, *counts, each.dtype, optimizer, size, str(len(each.parts))])
-    print_table(
-        ["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"], rows
-    )
+        if info.delta_of:
+            # A delta holds only a part of the rows of each table.
+            row.insert(2, f"{values['rows_here']:,}")
+        rows.append(row)
+    if info.delta_of:
+        columns.insert(2, "here")
+    print_table(columns, rows)
 
 
 def _facts(info: CheckpointInfo) -> dict[str, Any]:
@@ -294,7 +297,7 @@ def _as_json(chain: Sequence[CheckpointInfo]) -> dict[str, Any]:
     info = chain[-1]
     return {
         **_facts(info),
-        "chain": [str(each.path) for each in chain],
+        "chain": [str(checkpoint.path) for checkpoint in chain],
         "dense": list(info.dense),
         "training_state": _state_keys(info),
         "tables": {
@@ -314,19 +317,21 @@ def _state_keys(info: CheckpointInfo) -> list[str] | str:
 
 
 def _table_as_json(info: CheckpointInfo, table: TableInfo) -> dict[str, Any]:
+    # Each row has a part for each range of columns.
+    first_columns = [part for part in table.parts if part.columns == table.columns[0]]
+    files = [info.files[part.file] for part in (*table.parts, *table.removed)]
     return {
-        **{
-            name: getattr(table, name)
-            for name in ("rows", "dim", "dtype", "steps", "optimizer_steps", "columns")
-        },
-        **{name: repr(getattr(table, name)) for name in ("optimizer", "options")},
+        "rows": table.rows,
+        "dim": table.dim,
+        "dtype": table.dtype,
+        "steps": table.steps,
+        "optimizer_steps": table.optimizer_steps,
+        "columns": table.columns,
+        "optimizer": repr(table.optimizer),
+        "options": repr(table.options),
         "parts": len(table.parts),
-        "rows_here": sum(
-            part.rows for part in table.parts if part.columns == table.columns[0]
-        ),
-        "bytes": sum(
-            info.files[part.file].bytes for part in (*table.parts, *table.removed)
-        ),
+        "rows_here": sum(part.rows for part in first_columns),
+        "bytes": sum(file.bytes for file in files),
     }
 
 
@@ -349,8 +354,10 @@ def diff(
     from torchrec_recstore.checkpoint.info import read_chain
 
     with errors_in_one_line():
-        first, second = read_chain(a), read_chain(b)
-        _verify(list({info.path: info for info in (*first, *second)}.values()))
+        first = read_chain(a)
+        second = read_chain(b)
+        distinct = {info.path: info for info in (*first, *second)}
+        _verify(list(distinct.values()))
         with progress("comparing", _rows_of([first[-1], second[-1]])) as advance:
             difference = compare_chains(first, second, advance)
     if as_json:
@@ -363,60 +370,63 @@ def diff(
 def _print_difference(difference: CheckpointDifference) -> None:
     differences = [*in_order(difference.tables), ("dense tensors", difference.dense)]
     rows = []
-    for name, each in differences:
-        counts = [
-            f"{count:,}" for count in (each.both, each.added, each.gone, each.changed)
-        ]
-        states = [change for key, change in each.largest.items() if key != "weight"]
-        state = max(
-            states,
-            key=lambda change: math.inf if math.isnan(change) else change,
-            default=None,
+    tables_of_facts: dict[str, list[str]] = defaultdict(list)
+    for name, table in differences:
+        rows.append(
+            [
+                name,
+                f"{table.both:,}",
+                f"{table.added:,}",
+                f"{table.gone:,}",
+                f"{table.changed:,}",
+                _change_text(table.largest.get("weight")),
+                _change_text(_largest_change_of_states(table)),
+            ]
         )
-        largest = [
-            "" if change is None else f"{change:.3g}"
-            for change in (each.largest.get("weight"), state)
-        ]
-        rows.append([name, *counts, *largest])
+        for fact, (before, after) in table.facts.items():
+            tables_of_facts[f"{fact} {before} -> {after}"].append(name)
     print_table(
         ["", "in both", "added", "gone", "changed", "weights by", "state by"], rows
     )
-    of_tables: dict[str, list[str]] = defaultdict(list)
-    for name, each in differences:
-        for fact, (before, after) in each.facts.items():
-            of_tables[f"{fact} {before} -> {after}"].append(name)
-    for fact, names in of_tables.items():
-        which = (
-            "all tables" if len(names) == len(difference.tables) else ", ".join(names)
-        )
-        print_line(f"{fact} ({which})")
+    for fact, names in tables_of_facts.items():
+        has_all_tables = len(names) == len(difference.tables)
+        print_line(f"{fact} ({'all tables' if has_all_tables else ', '.join(names)})")
     if difference.training_state:
         print_line("training state differs")
     print_line("equal" if difference.equal else "different")
 
 
+def _change_text(change: float | None) -> str:
+    return "" if change is None else f"{change:.3g}"
+
+
+def _largest_change_of_states(table: Difference) -> float | None:
+    """Returns the largest change of an optimizer state; NaN is larger than any number."""
+    changes = [change for key, change in table.largest.items() if key != "weight"]
+    if not changes:
+        return None
+    return max(changes, key=lambda change: math.inf if math.isnan(change) else change)
+
+
 def _difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
-    def each(between: Difference) -> dict[str, Any]:
-        return {
-            **asdict(between),
-            # JSON has neither NaN nor infinity.
-            "largest": {
-                key: value if math.isfinite(value) else None
-                for key, value in between.largest.items()
-            },
-            "facts": {
-                name: [
-                    value if isinstance(value, int | str) else repr(value)
-                    for value in pair
-                ]
-                for name, pair in between.facts.items()
-            },
+    def as_json(table: Difference) -> dict[str, Any]:
+        facts = {}
+        for name, values in table.facts.items():
+            facts[name] = [
+                value if isinstance(value, int | str) else repr(value)
+                for value in values
+            ]
+        # JSON has neither NaN nor infinity.
+        largest = {
+            key: change if math.isfinite(change) else None
+            for key, change in table.largest.items()
         }
+        return {**asdict(table), "largest": largest, "facts": facts}
 
     return {
         "equal": difference.equal,
-        "tables": {name: each(between) for name, between in difference.tables.items()},
-        "dense": each(difference.dense),
+        "tables": {name: as_json(table) for name, table in difference.tables.items()},
+        "dense": as_json(difference.dense),
         "training_state_differs": difference.training_state,
     }
 

@@ -56,28 +56,23 @@ def doctor(
                 stdout().print(Text(section, style="bold"))
             _print(finding)
         findings.append((section, finding))
-    counts = {
-        status: sum(finding.status == status for _, finding in findings)
-        for status in _STYLES
-    }
+    statuses = [finding.status for _, finding in findings]
+    problems = statuses.count("problem")
+    warnings = statuses.count("warning")
     if as_json:
         rows = [
             {"section": section, **asdict(finding)} for section, finding in findings
         ]
-        print_json(
-            {
-                "problems": counts["problem"],
-                "warnings": counts["warning"],
-                "findings": rows,
-            }
-        )
+        print_json({"problems": problems, "warnings": warnings, "findings": rows})
     else:
-        said = (
-            f"{counts[status]} {status}{'' if counts[status] == 1 else 's'}"
-            for status in ("problem", "warning")
+        print_line(
+            f"{_count_of(problems, 'problem')}, {_count_of(warnings, 'warning')}"
         )
-        print_line(", ".join(said))
-    raise typer.Exit(1 if counts["problem"] else 0)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _print(finding: Finding) -> None:
@@ -88,8 +83,7 @@ def _print(finding: Finding) -> None:
     if finding.fix:
         lines.append(f"\n{finding.fix}", style="cyan")
     console = stdout()
-    body = lines.wrap(console, max(20, console.width - _WIDTH))
-    first, *rest = body
-    console.print(Text.assemble(head, first), soft_wrap=True)
-    for line in rest:
-        console.print(Text.assemble(" " * _WIDTH, line), soft_wrap=True)
+    indent: Text | str = head
+    for line in lines.wrap(console, max(20, console.width - _WIDTH)):
+        console.print(Text.assemble(indent, line), soft_wrap=True)
+        indent = " " * _WIDTH

@@ -55,10 +55,10 @@ Timeout = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="Time after which a server counts as gone."),
 ]
-_ROWS_ARE_IN = (
+_SOURCE_HELP = (
     "Directory of a checkpoint, or the addresses of all parameter servers of a set."
 )
-Source = Annotated[str, argument("CHECKPOINT|HOST:PORT,...", _ROWS_ARE_IN)]
+Source = Annotated[str, argument("CHECKPOINT|HOST:PORT,...", _SOURCE_HELP)]
 OneTable = Annotated[
     str | None,
     typer.Option(
@@ -108,41 +108,48 @@ def top(
     Exit status: 0, or 2 with one line on stderr.
     """
     if _is_servers(source):
-        with _looking_at(source, token_file, tls_ca, tls_cert, tls_key, timeout) as (
-            connected,
-            looks,
+        with _connected(source, token_file, tls_ca, tls_cert, tls_key, timeout) as (
+            connections,
+            functions,
         ):
             if by == "drift" or since is not None:
                 raise ValueError(
                     "drift and growth are those of checkpoints: pass the directories of"
                     " two saves"
                 )
-            found = looks.top_rows_of_servers(
-                connected, _on_servers(connected, table), by, count
-            )
+            name = _table_on_servers(connections, table)
+            result = functions.top_rows_of_servers(connections, name, by, count)
     else:
         with errors_in_one_line():
             from torchrec_recstore.checkpoint.row_search import top_rows
 
             path = Path(source)
             with progress("reading", _rows(path, table)) as advance:
-                found = top_rows(
+                result = top_rows(
                     path, table, by=by, count=count, since=since, advance=advance
                 )
     if as_json:
-        print_json(_as_json(found))
-        return
-    print_line(f"rows        {found.rows:,}")
-    if found.added is not None:
-        print_line(f"since       {found.added:,} added, {found.gone:,} gone")
-    for name, quantiles in found.quantiles.items():
-        shown = ", ".join(
-            f"{_name_of(q)} {_number(value)}" for q, value in quantiles.items()
-        )
-        print_line(f"{name:<11} {shown}")
-    columns = [map(_number, values.tolist()) for values in found.columns.values()]
-    headings = ["id", *(name.replace("_", " ") for name in found.columns)]
-    print_table(headings, zip(map(str, found.ids.tolist()), *columns, strict=True))
+        print_json(_as_json(result))
+    else:
+        _print(result)
+
+
+def _print(result: TopRows) -> None:
+    print_line(f"rows        {result.rows:,}")
+    if result.added is not None:
+        print_line(f"since       {result.added:,} added, {result.gone:,} gone")
+    for name, quantiles in result.quantiles.items():
+        texts = [
+            f"{_name_of(quantile)} {_number(value)}"
+            for quantile, value in quantiles.items()
+        ]
+        print_line(f"{name:<11} {', '.join(texts)}")
+    headings = ["id"]
+    columns = [[str(id) for id in result.ids.tolist()]]
+    for name, values in result.columns.items():
+        headings.append(name.replace("_", " "))
+        columns.append([_number(value) for value in values.tolist()])
+    print_table(headings, zip(*columns, strict=True))
 
 
 def neighbours(
@@ -172,12 +179,13 @@ def neighbours(
     Exit status: 0, or 2 with one line on stderr.
     """
     if _is_servers(source):
-        with _looking_at(source, token_file, tls_ca, tls_cert, tls_key, timeout) as (
-            connected,
-            looks,
+        with _connected(source, token_file, tls_ca, tls_cert, tls_key, timeout) as (
+            connections,
+            functions,
         ):
-            ids, near = looks.neighbours_on_servers(
-                connected, id, _on_servers(connected, table), metric, count
+            name = _table_on_servers(connections, table)
+            ids, values = functions.neighbours_on_servers(
+                connections, id, name, metric, count
             )
     else:
         with errors_in_one_line():
@@ -185,19 +193,16 @@ def neighbours(
 
             path = Path(source)
             with progress("reading", 2 * _rows(path, table)) as advance:
-                ids, near = row_search.neighbours(
+                ids, values = row_search.neighbours(
                     path, id, table, metric=metric, count=count, advance=advance
                 )
     if as_json:
-        print_json({"ids": ids.tolist(), metric: near.tolist()})
+        print_json({"ids": ids.tolist(), metric: values.tolist()})
         return
-    print_table(
-        ["id", metric],
-        (
-            (str(i), _number(value))
-            for i, value in zip(ids.tolist(), near.tolist(), strict=True)
-        ),
-    )
+    rows = []
+    for neighbour, value in zip(ids.tolist(), values.tolist(), strict=True):
+        rows.append([str(neighbour), _number(value)])
+    print_table(["id", metric], rows)
 
 
 def _is_servers(source: str) -> bool:
@@ -209,43 +214,41 @@ def _is_servers(source: str) -> bool:
 
 
 @contextmanager
-def _looking_at(source: str, *access: Any) -> Iterator[tuple[Any, Any]]:
+def _connected(source: str, *access: Any) -> Iterator[tuple[Any, Any]]:
     """Connects to servers for the body, and yields the connections and the functions
     that look at their rows.
     """
     with errors_in_one_line(), missing_in_one_line():
-        connected_to, looks = plugin("connected_to"), plugin("looks")
-    with connected_to(source, *access) as connected:
-        yield connected, looks
+        connected_to = plugin("connected_to")
+        functions = plugin("looks")
+    with connected_to(source, *access) as connections:
+        yield connections, functions
 
 
-def _on_servers(connected: Any, table: str | None) -> str:
+def _table_on_servers(connections: Any, table: str | None) -> str:
     """Returns the name of the table, or that of the only one."""
-    names: list[str] = sorted(
-        {name for state in connected.describe() for name in state.tables}
-    )
+    name_set: set[str] = set()
+    for state in connections.describe():
+        name_set.update(state.tables)
+    names = sorted(name_set)
     if table is None and len(names) == 1:
         return names[0]
-    if table is None or table not in names:
-        named = (
-            "name one of the tables"
-            if table is None
-            else f"there is no table {table!r}"
-        )
-        raise ValueError(
-            f"{','.join(connected.addresses)}: {named}: {', '.join(names)}"
-        )
-    return table
+    if table is not None and table in names:
+        return table
+    problem = "name one of the tables"
+    if table is not None:
+        problem = f"there is no table {table!r}"
+    addresses = ",".join(connections.addresses)
+    raise ValueError(f"{addresses}: {problem}: {', '.join(names)}")
 
 
 def _rows(checkpoint: Path, table: str | None) -> int:
     from torchrec_recstore.checkpoint.info import read_info
 
-    return sum(
-        each.rows
-        for name, each in read_info(checkpoint).tables.items()
-        if table in (None, name)
-    )
+    tables = read_info(checkpoint).tables
+    if table is None:
+        return sum(info.rows for info in tables.values())
+    return tables[table].rows if table in tables else 0
 
 
 def _number(value: float) -> str:
@@ -254,36 +257,33 @@ def _number(value: float) -> str:
     """
     if isinstance(value, float) and math.isnan(value):
         return "-"
-    return (
-        f"{int(value):,}"
-        if float(value).is_integer() and abs(value) >= 1
-        else f"{value:.4g}"
-    )
+    if float(value).is_integer() and abs(value) >= 1:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
 
 
 def _name_of(quantile: float) -> str:
     return {0.5: "median", 1.0: "largest"}.get(quantile, f"p{quantile * 100:g}")
 
 
-def _as_json(found: TopRows) -> dict[str, Any]:
-    # JSON has no NaN.
-    columns = {
-        name: [None if math.isnan(v) else v for v in values.tolist()]
-        for name, values in found.columns.items()
-    }
-    quantiles = {
-        name: {_name_of(q): value for q, value in each.items()}
-        for name, each in found.quantiles.items()
-    }
-    counts = {
-        "rows": found.rows,
-        "steps": found.steps,
-        "added": found.added,
-        "gone": found.gone,
-    }
+def _as_json(result: TopRows) -> dict[str, Any]:
+    columns = {}
+    for name, values in result.columns.items():
+        # JSON has no NaN.
+        columns[name] = [
+            None if math.isnan(value) else value for value in values.tolist()
+        ]
+    quantiles = {}
+    for name, values_by_quantile in result.quantiles.items():
+        quantiles[name] = {
+            _name_of(quantile): value for quantile, value in values_by_quantile.items()
+        }
     return {
-        **counts,
+        "rows": result.rows,
+        "steps": result.steps,
+        "added": result.added,
+        "gone": result.gone,
         "quantiles": quantiles,
-        "ids": found.ids.tolist(),
+        "ids": result.ids.tolist(),
         "columns": columns,
     }

@@ -35,9 +35,8 @@ def argument(metavar: str, help: str) -> Any:
 
 # The columns that hold text, and are aligned to the left.
 _TEXTS = re.compile(
-    "|table|checkpoint|cold store|shard|process|delta"
-    " of|server|set|state|saves?|dtype|optimizer|figure|kernel, over"
-    " FBGEMM's|option|over|sharding type|limit"
+    "|table|checkpoint|cold store|shard|process|delta of|server|set|state|saves?|dtype"
+    "|optimizer|figure|kernel, over FBGEMM's|option|over|sharding type|limit"
 )
 
 
@@ -49,15 +48,12 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, MemoryError, StorageError) as error:
+        # a MemoryError of Python has no message
+        message = str(error) or "out of memory"
         if isinstance(error, OSError) and error.strerror:
-            message = (
-                f"{error.filename}: {error.strerror}"
-                if error.filename
-                else error.strerror
-            )
-        else:
-            # a MemoryError of Python has no message
-            message = str(error) or "out of memory"
+            message = error.strerror
+            if error.filename:
+                message = f"{error.filename}: {message}"
         print_error(message)
         raise typer.Exit(2) from None
 
@@ -71,10 +67,8 @@ def status_of(app: Callable[[], object]) -> int:
     except _UsageError as error:
         if os.environ.get("RANK", "0") == "0":
             message = " ".join(error.format_message().split()).rstrip(".")
-            print_error(
-                f"{message}: see {error.ctx.command_path if error.ctx else 'recstore'}"
-                " --help"
-            )
+            command = error.ctx.command_path if error.ctx else "recstore"
+            print_error(f"{message}: see {command} --help")
         return 2
     except typer.Exit as end:
         return int(end.exit_code)
@@ -105,10 +99,9 @@ def table_of(columns: Sequence[str]) -> Table:
     """Returns an empty table. Columns of numbers are aligned to the right."""
     table = Table()
     for column in columns:
+        is_text = _TEXTS.fullmatch(column)
         table.add_column(
-            column,
-            justify="left" if _TEXTS.fullmatch(column) else "right",
-            overflow="fold",
+            column, justify="left" if is_text else "right", overflow="fold"
         )
     return table
 
@@ -132,9 +125,10 @@ def in_order(tables: Mapping[str, _Value]) -> list[tuple[str, _Value]]:
     """
 
     def key(item: tuple[str, _Value]) -> list[str | int]:
-        return [
-            int(part) if i % 2 else part
-            for i, part in enumerate(re.split(r"(\d+)", item[0]))
-        ]
+        name, _ = item
+        # Each second part is a number.
+        parts: list[str | int] = list(re.split(r"(\d+)", name))
+        parts[1::2] = [int(part) for part in parts[1::2]]
+        return parts
 
     return sorted(tables.items(), key=key)

@@ -22,7 +22,7 @@ from torchrec_recstore.commands.output import (
 )
 
 if TYPE_CHECKING:
-    from torchrec_recstore.planner.forecast_inputs import ForecastTable
+    from torchrec_recstore.planner.forecast_inputs import ForecastTable, TableFile
     from torchrec_recstore.planner.forecasts import Forecast
     from torchrec_recstore.planner.statistics import TableStatistics
 
@@ -116,7 +116,7 @@ def plan(
                 "--days needs --samples-per-day, the number of training samples in"
                 " a day"
             )
-        planned, known, of_sample = _inputs(
+        planned_tables, statistics, sampled_names = _inputs(
             sources or [],
             tables,
             parquet,
@@ -124,14 +124,17 @@ def plan(
             samples_per_day,
             samples_per_step,
         )
-        steps = round(days * (samples_per_day or 0) / (samples_per_step or batch_size))
-        found = forecast(planned, known, machines, ranks, batch_size, steps)
+        samples = days * (samples_per_day or 0)
+        steps = round(samples / (samples_per_step or batch_size))
+        result = forecast(
+            planned_tables, statistics, machines, ranks, batch_size, steps
+        )
         if statistics_out is not None:
-            write_statistics(statistics_out, known)
+            write_statistics(statistics_out, statistics)
     if as_json:
-        print_json(_as_json(found, of_sample))
+        print_json(_as_json(result, sampled_names))
     else:
-        _print(found, days, of_sample)
+        _print(result, days, sampled_names)
 
 
 @contextmanager
@@ -139,10 +142,8 @@ def _without_warnings() -> Iterator[None]:
     """Drops the warnings of TorchRec, which has one for each topology, and of torch.fx,
     which TorchRec calls.
     """
-    levels = {
-        logger: logger.level
-        for logger in map(logging.getLogger, ("torchrec", "torch.fx"))
-    }
+    loggers = [logging.getLogger("torchrec"), logging.getLogger("torch.fx")]
+    levels = {logger: logger.level for logger in loggers}
     for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
@@ -177,7 +178,7 @@ def _inputs(
         raise ValueError(
             "--parquet needs --tables, a JSON file with the features of each table"
         )
-    known = combined_statistics(*(read_statistics(path) for path in sources))
+    measured = combined_statistics(*(read_statistics(path) for path in sources))
     saved = _saved_tables(sources)
     if tables is None and not saved:
         raise ValueError(
@@ -187,27 +188,13 @@ def _inputs(
     file = TableFile("", {}) if tables is None else read_table_file(tables)
     planned = file.with_saved(saved)
     if samples_per_day is not None and samples_per_step is None:
-        stated = {
-            name
-            for name, table in file.tables.items()
-            if table.rows_per_day is not None
-        }
-        for name, table in known.items():
-            if (
-                name in planned
-                and name not in stated
-                and table.rows_per_step is not None
-            ):
-                raise ValueError(
-                    f"table {name!r}: a SOURCE tells its growth for a step: pass"
-                    " --samples-per-step, the number of samples of all ranks in a step"
-                    " of the measured run"
-                )
-    per_step = samples_per_step or batch_size
-    known = combined_statistics(
-        file.statistics(samples_per_day and samples_per_day / per_step), known
-    )
-    of_sample: set[str] = set()
+        _check_growth(file, planned, measured)
+    steps_per_day = None
+    sample_size = samples_per_step or batch_size
+    if samples_per_day is not None:
+        steps_per_day = samples_per_day / sample_size
+    statistics = combined_statistics(file.statistics(steps_per_day), measured)
+    sampled_names: set[str] = set()
     if parquet is not None:
         columns = {
             name: table.features
@@ -218,20 +205,37 @@ def _inputs(
             raise ValueError(
                 f"{file.path}: no table has features, the columns of the Parquet file"
             )
-        sampled = sample_statistics(planned, columns, parquet, batch_size, per_step)
-        of_sample = {
-            name for name in sampled if name not in known or known[name].rows is None
-        }
-        for name in sampled.keys() - of_sample:
-            # The sample does not tell which of its ids have a row already, so it does
-            # not tell the growth.
-            sampled[name] = replace(sampled[name], rows=None, rows_per_step=None)
-        known = combined_statistics(known, sampled)
-    return (
-        planned,
-        {name: each for name, each in known.items() if name in planned},
-        of_sample,
-    )
+        sampled = sample_statistics(planned, columns, parquet, batch_size, sample_size)
+        for name, table in sampled.items():
+            if name not in statistics or statistics[name].rows is None:
+                sampled_names.add(name)
+            else:
+                # The sample does not tell which of its ids have a row already, so it
+                # does not tell the growth.
+                sampled[name] = replace(table, rows=None, rows_per_step=None)
+        statistics = combined_statistics(statistics, sampled)
+    planned_statistics = {
+        name: table for name, table in statistics.items() if name in planned
+    }
+    return planned, planned_statistics, sampled_names
+
+
+def _check_growth(
+    file: TableFile,
+    planned: dict[str, ForecastTable],
+    measured: dict[str, TableStatistics],
+) -> None:
+    """Raises ValueError if the growth of a table is known for a step of another run,
+    whose number of samples is not known.
+    """
+    for name, table in measured.items():
+        is_stated = name in file.tables and file.tables[name].rows_per_day is not None
+        if name in planned and not is_stated and table.rows_per_step is not None:
+            raise ValueError(
+                f"table {name!r}: a SOURCE tells its growth for a step: pass"
+                " --samples-per-step, the number of samples of all ranks in a step"
+                " of the measured run"
+            )
 
 
 def _saved_tables(sources: list[Path]) -> dict[str, ForecastTable]:
@@ -243,91 +247,86 @@ def _saved_tables(sources: list[Path]) -> dict[str, ForecastTable]:
     from torchrec_recstore.planner.forecast_inputs import ForecastTable
 
     for path in sources:
-        if path.is_dir():
-            inside = (
-                [path]
-                if (path / METADATA).is_file()
-                else [each.parent for each in path.glob(f"*/{METADATA}")]
-            )
-            if inside:
-                tables = max(
-                    (read_info(each) for each in inside), key=lambda info: info.step
-                ).tables
-                return {
-                    name: ForecastTable(t.dim, t.optimizer, t.dtype, t.options)
-                    for name, t in tables.items()
-                }
+        if not path.is_dir():
+            continue
+        if (path / METADATA).is_file():
+            checkpoints = [path]
+        else:
+            checkpoints = [file.parent for file in path.glob(f"*/{METADATA}")]
+        if checkpoints:
+            infos = [read_info(checkpoint) for checkpoint in checkpoints]
+            newest = max(infos, key=lambda info: info.step)
+            return {
+                name: ForecastTable(
+                    table.dim, table.optimizer, table.dtype, table.options
+                )
+                for name, table in newest.tables.items()
+            }
     return {}
 
 
-def _as_json(found: Forecast, of_sample: set[str]) -> dict[str, Any]:
+def _as_json(result: Forecast, sampled_names: set[str]) -> dict[str, Any]:
     tables = []
-    for table in found.tables:
+    for table in result.tables:
         numbers = asdict(table)
         tables.append(
             {
                 "table": numbers.pop("name"),
                 **numbers,
-                "rows_of_sample": table.name in of_sample,
+                "rows_of_sample": table.name in sampled_names,
             }
         )
     ranks = []
-    for rank in found.ranks:
-        whole_bytes = {
-            "sent_bytes": round(rank.sent_bytes),
-            "received_bytes": round(rank.received_bytes),
-        }
-        ranks.append(
-            {
-                "rank": rank.rank,
-                "step_ms": rank.step_ms,
-                **asdict(rank),
-                **whole_bytes,
-                "limit": rank.limit,
-            }
-        )
+    for rank in result.ranks:
+        entry = {"rank": rank.rank, "step_ms": rank.step_ms, **asdict(rank)}
+        entry["sent_bytes"] = round(rank.sent_bytes)
+        entry["received_bytes"] = round(rank.received_bytes)
+        entry["limit"] = rank.limit
+        ranks.append(entry)
     return {
-        "step_ms": found.step_ms,
-        "limit": found.limit,
-        "boundless_step_ms": found.boundless_step_ms,
+        "step_ms": result.step_ms,
+        "limit": result.limit,
+        "boundless_step_ms": result.boundless_step_ms,
         "tables": tables,
         "ranks": ranks,
     }
 
 
-def _print(found: Forecast, days: float, of_sample: set[str]) -> None:
-    later = [f"in {days:g} days"] if days else []
-    rows = []
-    for name, table in in_order({table.name: table for table in found.tables}):
-        counts = [table.rows, table.rows_later] if days else [table.rows]
-        ranks = " to ".join(map(str, dict.fromkeys((table.ranks[0], table.ranks[-1]))))
-        rows.append(
-            [name, table.sharding_type, ranks, *(f"{count:,}" for count in counts)]
+def _print(result: Forecast, days: float, sampled_names: set[str]) -> None:
+    _print_tables(result, days)
+    _print_ranks(result, days)
+    print_line(f"step   {result.step_ms:.3f} ms on the slowest rank")
+    limit: str = result.limit
+    if limit == "memory":
+        limit += f": with more memory, a step takes {result.boundless_step_ms:.3f} ms"
+    print_line(f"limit  {limit}")
+    if sampled_names:
+        names = ", ".join(name for name, _ in in_order(dict.fromkeys(sampled_names)))
+        growth = ", and their growth is that of its second half" if days else ""
+        print_line(
+            f"rows   those of {names} are the distinct ids of the sample{growth}"
         )
-    print_table(
-        [
-            "table",
-            "sharding type",
-            "ranks",
-            "rows",
-            *(f"rows {each}" for each in later),
-        ],
-        rows,
-    )
+
+
+def _print_tables(result: Forecast, days: float) -> None:
+    columns = ["table", "sharding type", "ranks", "rows"]
+    if days:
+        columns.append(f"rows in {days:g} days")
     rows = []
-    for rank in found.ranks:
-        times = (rank.step_ms, rank.lookups_ms, rank.network_ms, rank.torchrec_ms)
-        sizes = [
-            rank.sent_bytes,
-            rank.received_bytes,
-            rank.memory_bytes,
-            *([rank.memory_later_bytes] if days else []),
-        ]
-        shown = [
-            *(f"{ms:.3f} ms" for ms in times),
-            *(decimal(round(size)) for size in sizes),
-        ]
-        rows.append([str(rank.rank), *shown, rank.limit])
+    for name, table in in_order({table.name: table for table in result.tables}):
+        first_rank = table.ranks[0]
+        last_rank = table.ranks[-1]
+        ranks = str(first_rank)
+        if last_rank != first_rank:
+            ranks += f" to {last_rank}"
+        row = [name, table.sharding_type, ranks, f"{table.rows:,}"]
+        if days:
+            row.append(f"{table.rows_later:,}")
+        rows.append(row)
+    print_table(columns, rows)
+
+
+def _print_ranks(result: Forecast, days: float) -> None:
     columns = [
         "rank",
         "step",
@@ -338,17 +337,18 @@ def _print(found: Forecast, days: float, of_sample: set[str]) -> None:
         "received",
         "memory",
     ]
-    print_table([*columns, *(f"memory {each}" for each in later), "limit"], rows)
-    why = (
-        f": with more memory, a step takes {found.boundless_step_ms:.3f} ms"
-        if found.limit == "memory"
-        else ""
-    )
-    print_line(f"step   {found.step_ms:.3f} ms on the slowest rank")
-    print_line(f"limit  {found.limit}{why}")
-    if of_sample:
-        names = ", ".join(name for name, _ in in_order(dict.fromkeys(of_sample)))
-        growth = ", and their growth is that of its second half" if days else ""
-        print_line(
-            f"rows   those of {names} are the distinct ids of the sample{growth}"
-        )
+    if days:
+        columns.append(f"memory in {days:g} days")
+    columns.append("limit")
+    rows = []
+    for rank in result.ranks:
+        times = [rank.step_ms, rank.lookups_ms, rank.network_ms, rank.torchrec_ms]
+        sizes = [rank.sent_bytes, rank.received_bytes, rank.memory_bytes]
+        if days:
+            sizes.append(rank.memory_later_bytes)
+        row = [str(rank.rank)]
+        row.extend(f"{time_ms:.3f} ms" for time_ms in times)
+        row.extend(decimal(round(size)) for size in sizes)
+        row.append(rank.limit)
+        rows.append(row)
+    print_table(columns, rows)

@@ -28,10 +28,8 @@ class _RateColumn(bars.ProgressColumn):
 
     def render(self, task: bars.Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text(
-            "" if speed is None else rate(speed, self._unit),
-            style="progress.data.speed",
-        )
+        text = "" if speed is None else rate(speed, self._unit)
+        return Text(text, style="progress.data.speed")
 
 
 class TimeLeftColumn(bars.ProgressColumn):
@@ -41,16 +39,15 @@ class TimeLeftColumn(bars.ProgressColumn):
 
     def render(self, task: bars.Task) -> Text:
         """Returns the elapsed time, and the remaining time if it is known."""
-        elapsed = task.elapsed or 0.0
-        said = str(timedelta(seconds=int(elapsed)))
+        elapsed_s = task.elapsed or 0.0
+        text = str(timedelta(seconds=int(elapsed_s)))
         if task.completed and task.total is not None:
             # The rate is that at the end of the last step: the current rate falls until
             # the next one ends.
-            left = max(
-                0.0, task.fields["done_after"] / task.completed * task.total - elapsed
-            )
-            said += f", about {timedelta(seconds=int(left))} left"
-        return Text(said, style="progress.remaining")
+            total_s = task.fields["done_after"] / task.completed * task.total
+            remaining_s = max(0.0, total_s - elapsed_s)
+            text += f", about {timedelta(seconds=int(remaining_s))} left"
+        return Text(text, style="progress.remaining")
 
 
 def rate(per_second: float, unit: Unit) -> str:
@@ -65,16 +62,16 @@ def rate(per_second: float, unit: Unit) -> str:
 
 @contextmanager
 def progress(
-    what: str, total: int, unit: Unit = "rows"
+    description: str, total: int, unit: Unit = "rows"
 ) -> Iterator[Callable[[int], object]]:
-    """Shows a bar with the rate and the remaining time of ``what`` while the body runs.
+    """Shows a bar with the rate and the remaining time while the body runs.
 
     Yields a function to be called with the number of rows or bytes that were completed
     since its last call.
     """
     count = bars.DownloadColumn() if unit == "bytes" else bars.MofNCompleteColumn()
     with _bar(count, _RateColumn(unit), bars.TimeRemainingColumn()) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)
 
 
@@ -105,7 +102,11 @@ def _bar(*columns: bars.ProgressColumn) -> bars.Progress:
     # rich must not decide whether stderr is a terminal: with FORCE_COLOR it would write
     # bars to files.
     quiet = not sys.stderr.isatty()
-    every = (bars.TextColumn("{task.description}"), bars.BarColumn(), *columns)
     return bars.Progress(
-        *every, console=Console(stderr=True), transient=True, disable=quiet
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=quiet,
     )

@@ -35,13 +35,20 @@ _EXTRAS = {
     "redis": "redis",
     "hiredis": "redis",
     "tornado": "predict",
-} | dict.fromkeys(
-    ("matplotlib", "polars", "rich", "tensorboard", "torchmetrics", "tqdm", "typer"),
-    "examples",
-)
-_EXTRAS |= dict.fromkeys(
-    ("grpc", "grpc_health", "grpc_reflection", "google", "prometheus_client"), "service"
-)
+    "matplotlib": "examples",
+    "polars": "examples",
+    "rich": "examples",
+    "tensorboard": "examples",
+    "torchmetrics": "examples",
+    "tqdm": "examples",
+    "typer": "examples",
+    "grpc": "service",
+    "grpc_health": "service",
+    "grpc_reflection": "service",
+    "google": "service",
+    "prometheus_client": "service",
+}
+_OF_TORCHREC = ("torchrec", "fbgemm_gpu", "tensordict", "iopath", "pyre_extensions")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -78,16 +85,13 @@ def missing_in_one_line() -> Iterator[None]:
 def how_to_install(module: str) -> str:
     """Returns the command that installs a module whose import failed."""
     package = module.partition(".")[0]
-    if package in ("torchrec", "fbgemm_gpu", "tensordict", "iopath", "pyre_extensions"):
-        with_cuda = "with CUDA: pip install 'torchrec-recstore[torchrec]'"
+    if package in _OF_TORCHREC:
         return (
-            f"{DEFAULT.install_on_cpu} ({with_cuda}; for another torch: recstore"
-            " doctor)"
+            f"{DEFAULT.install_on_cpu} (with CUDA: pip install"
+            " 'torchrec-recstore[torchrec]'; for another torch: recstore doctor)"
         )
-    return (
-        "pip install"
-        f" 'torchrec-recstore[{_EXTRAS.get(package, 'cli,examples,service')}]'"
-    )
+    extras = _EXTRAS.get(package, "cli,examples,service")
+    return f"pip install 'torchrec-recstore[{extras}]'"
 
 
 def train(context: typer.Context) -> None:
@@ -152,42 +156,44 @@ def bench(
     # the scripts import each other by their plain names
     sys.path.insert(0, str(folder))
     scripts = importlib.import_module("scripts")
-    known = {name: _summary(folder / f"{name}.py") for name in scripts.SCRIPTS}
+    summaries = {name: _summary(folder / f"{name}.py") for name in scripts.SCRIPTS}
     if list_ and as_json:
-        print_json(known)
+        print_json(summaries)
         return
     if list_:
-        print_line("\n".join(f"{name:<12}{about}" for name, about in known.items()))
+        for name, summary in summaries.items():
+            print_line(f"{name:<12}{summary}")
         return
     with errors_in_one_line():
         for name in names or ():
-            if name not in known:
-                raise ValueError(f"there is no benchmark {name!r}: {', '.join(known)}")
+            if name not in summaries:
+                known_names = ", ".join(summaries)
+                raise ValueError(f"there is no benchmark {name!r}: {known_names}")
         with missing_in_one_line():
             measure = importlib.import_module("measure")
-    wanted = list(dict.fromkeys(names or known))
+    distinct_names = list(dict.fromkeys(names or summaries))
     rows: list[dict[str, Any]] = []
     failed = []
-    with steps(len(wanted)) as begin:
-        for name in wanted:
+    with steps(len(distinct_names)) as begin:
+        for name in distinct_names:
             begin(name)
+            script = str(folder / f"{name}.py")
             lanes = ("shipped",) if quick else scripts.lanes_of(name)
             flags = scripts.QUICK[name] if quick else ()
             # messages of libraries on stderr would break the bar
             with tempfile.TemporaryFile("w+") as errors:
                 try:
-                    rows += measure.run_lanes(
-                        str(folder / f"{name}.py"), lanes, flags, errors
-                    )
+                    rows += measure.run_lanes(script, lanes, flags, errors)
                 except subprocess.CalledProcessError as error:
                     failed.append(name)
                     errors.seek(0)
-                    last = errors.read().splitlines()[-20:]
-                    said = (
+                    for line in errors.read().splitlines()[-20:]:
+                        print(line, file=sys.stderr)
+                    print(
                         f"error: the benchmark {name} ended with status"
-                        f" {error.returncode}"
+                        f" {error.returncode}",
+                        file=sys.stderr,
                     )
-                    print("\n".join([*last, said]), file=sys.stderr)
     if as_json:
         print_json(rows)
     elif rows:
@@ -201,15 +207,18 @@ def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
     The benchmarks must be on the import path.
     """
     for columns, figures in importlib.import_module("figures").tables(rows):
-        print_table(
-            columns, ([cell.replace("`", "") for cell in figure] for figure in figures)
-        )
-    first = rows[0]
-    where = (
-        f"{first['cpu']}, {first['threads']} threads, torch {first['torch']},"
-        f" {first['commit']}; medians"
+        plain_figures = [
+            [cell.replace("`", "") for cell in figure] for figure in figures
+        ]
+        print_table(columns, plain_figures)
+    run = rows[0]
+    conditions = (
+        f"{run['cpu']}, {run['threads']} threads, torch {run['torch']},"
+        f" {run['commit']}; medians."
     )
-    print_line(where + (". Quick sizes: do not quote these results." if quick else "."))
+    if quick:
+        conditions += " Quick sizes: do not quote these results."
+    print_line(conditions)
 
 
 def _summary(script: Path) -> str:
