@@ -33,10 +33,11 @@ _FIXES = {
 
 
 @dataclass(frozen=True)
-class _Given:
+class _GivenCopy:
     """A copy that has been returned to the user."""
 
-    of: tuple[str, str]  # the name of the table, and the method that returned the copy
+    table: str
+    method: str  # the method that returned the copy
     version: int  # the number of in-place writes when the copy was returned
     witness: Tensor  # counts in-place writes together with the copy
     storage: StorageWeakRef  # the memory of the copy
@@ -53,7 +54,7 @@ class GivenCopies:
     """
 
     def __init__(self) -> None:
-        self._given: list[_Given] = []
+        self._copies: list[_GivenCopy] = []
         self._refusal = ""
 
     def refuse_all(self, why: str) -> None:
@@ -81,18 +82,28 @@ class GivenCopies:
         # base tensor without memory, of which the returned tensor is a view.
         with torch.inference_mode(False), torch.no_grad():
             witness = torch.empty(0, dtype=copy.dtype)
-            given = witness.view(0)
+            view = witness.view(0)
             storage = (copy.clone() if copy.is_inference() else copy).untyped_storage()
-            given.set_(storage, copy.storage_offset(), copy.size(), copy.stride())
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._given.append(_Given((table, method), given._version, witness, reference))
-        return given
+            view.set_(storage, copy.storage_offset(), copy.size(), copy.stride())
+        given_copy = _GivenCopy(
+            table=table,
+            method=method,
+            version=view._version,
+            witness=witness,
+            storage=StorageWeakRef(storage),  # type: ignore[no-untyped-call]
+        )
+        self._copies.append(given_copy)
+        return view
 
     def forget(self, table: str, method: str) -> None:
         """Forgets the copies that a method has returned of a table, because the table's
         state has been loaded.
         """
-        self._given = [each for each in self._given if each.of != (table, method)]
+        self._copies = [
+            copy
+            for copy in self._copies
+            if (copy.table, copy.method) != (table, method)
+        ]
 
     def check(self) -> None:
         """Raises RuntimeError, once, if a copy has been written to and the state has
@@ -101,21 +112,27 @@ class GivenCopies:
         Calls :meth:`check_usable`, too. Does nothing else while torch traces a model.
         """
         self.check_usable()
-        if not self._given or torch.compiler.is_compiling():
+        if not self._copies or torch.compiler.is_compiling():
             return
         written = [
-            each.of for each in self._given if each.witness._version != each.version
+            copy for copy in self._copies if copy.witness._version != copy.version
         ]
-        lasting = [each for each in self._given if not each.storage.expired()]  # type: ignore[no-untyped-call]
-        self._given = [each for each in lasting if each.of not in written]
+        self._copies = [
+            copy
+            for copy in self._copies
+            if not copy.storage.expired()  # type: ignore[no-untyped-call]
+        ]
+        for copy in written:
+            self.forget(copy.table, copy.method)
         if written:
-            table, method = written[0]
+            table = written[0].table
+            method = written[0].method
+            load_method = method.replace("state_dict", "load_state_dict")
             raise RuntimeError(
                 f"table {table!r}: a tensor of {method}() has been written to, which"
                 " changes no row, because it is a copy: load the written state with"
-                f" {method.replace('state_dict', 'load_state_dict')}(...), or the"
-                " weights of a sharded model with load_dense_weights; to keep the"
-                " model unchanged, write to a clone"
+                f" {load_method}(...), or the weights of a sharded model with"
+                " load_dense_weights; to keep the model unchanged, write to a clone"
             )
 
     def __reduce__(self) -> tuple[type[GivenCopies], tuple[()]]:
@@ -272,16 +289,17 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of ``_ALIASES``, and raises RuntimeError for any other function."""
     if func not in _ALIASES:
         guarded = next(_guarded_within([args, kwargs]))
-        _refuse(
-            guarded, _name_of(func), "change" if _writes(func, args, kwargs) else "read"
-        )
+        effect = "change" if _writes(func, args, kwargs) else "read"
+        _refuse(guarded, _name_of(func), effect)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     # The result has the rows of the first argument. The other arguments lend only their
     # dtype, device or shape, as in `tensor.to(parameter)`, which returns the tensor
     # itself if nothing is to be converted.
     source = args[0] if args else kwargs.get("input")
-    return _guarded(result, source.table) if isinstance(source, _Unwritable) else result
+    if isinstance(source, _Unwritable):
+        return _guarded(result, source.table)
+    return result
 
 
 def _refuse(tensor: _Unwritable, method: str, effect: str = "change") -> NoReturn:
@@ -308,14 +326,10 @@ def _writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     if list(_guarded_within(kwargs.get("out"))):
         return True
     name = _name_of(func)
-    is_operator = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
     is_in_place = name.endswith("_") and not name.endswith("__")
-    if not (
-        is_operator
-        or is_in_place
-        or name == "__setitem__"
-        or func.__name__ == "__set__"
-    ):
+    is_operator = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
+    is_assignment = name == "__setitem__" or func.__name__ == "__set__"
+    if not (is_in_place or is_operator or is_assignment):
         return False
     target = args[0] if args else next(iter(kwargs.values()))
     return bool(list(_guarded_within(target)))

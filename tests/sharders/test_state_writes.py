@@ -141,11 +141,11 @@ def test_what_a_state_is_used_for_is_no_write(one_rank: None, tmp_path: Path) ->
     dcp.save(state, checkpoint_id=tmp_path / "saved")
     model(models.batch(1))
     copies = model.module.sparse.recstore_state.copies
-    assert copies._given
+    assert copies._copies
     del state
     gc.collect()
     model(models.batch(1))
-    assert not copies._given
+    assert not copies._copies
 
 
 def init_weights(module: nn.Module) -> None:
