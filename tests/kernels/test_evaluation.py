@@ -129,7 +129,7 @@ def test_weights_have_the_gradients_of_training(
     expected = gradients(group, train=True)
     torch.testing.assert_close(gradients(group, train=False), expected)
     assert expected.abs().min() > 0
-    group.frozen = True
+    group.untrained = True
     with no_warning():
         torch.testing.assert_close(gradients(group, train=False), expected)
         assert group(IDS, OFFSETS, train=False).grad_fn is None

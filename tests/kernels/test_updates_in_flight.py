@@ -328,7 +328,7 @@ def weight_gradients(late: bool) -> Tensor | None:
     """Returns the gradients of per-sample weights of an evaluation lookup."""
     table = table_with_rows()
     group = PooledGroup([table], [0], "sum")
-    group.frozen = True
+    group.untrained = True
     weights = WEIGHTS.clone().requires_grad_()
     out = group(IDS, OFFSETS, weights, train=False)
     send_update(table)

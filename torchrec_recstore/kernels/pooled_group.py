@@ -113,8 +113,8 @@ class PooledGroup(TableGroup):
                 they require one. Default: None.
             train: Whether the lookup is a training step. If it is, and grad is enabled,
                 each id without a row gets one, and the backward updates the rows.
-                Otherwise nothing changes, and a backward warns once, unless ``frozen``
-                is set.
+                Otherwise nothing changes, and a backward warns once, unless
+                ``untrained`` is set.
             to: The device and the data type of the output. The gradient of the output
                 is then copied from this device, and the rows are updated before the
                 next call that reads or changes a table. Default: None, the host and
@@ -160,7 +160,7 @@ class PooledGroup(TableGroup):
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
-        if self.read_only:
+        if self.frozen:
             return
         ops.finish_updates()
         with ops.native_errors(self._label):

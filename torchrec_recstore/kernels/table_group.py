@@ -56,12 +56,12 @@ class TableGroup(nn.Module):
     It is called in each backward. None: each table's ``optimizer.lr``.
     """
 
-    frozen = False
-    """Whether the rows are not to be trained, so that a backward in evaluation mode is
-    not a mistake.
+    untrained = False
+    """Whether the caller does not train the rows now, so that a backward that updates
+    no row is not a mistake.
     """
 
-    read_only = False
+    frozen = False
     """Whether the tables are frozen (``TableOptions.frozen``): every lookup is one for
     evaluation, also in training.
     """
@@ -77,7 +77,7 @@ class TableGroup(nn.Module):
         self._anchor = torch.empty(0, requires_grad=True)
         # names the tables in errors
         self._label = f"tables {', '.join(table.name for table in tables)}"
-        self.read_only = _all_frozen(
+        self.frozen = _all_frozen(
             [table for table in tables if isinstance(table, Table)]
         )
         self._warned = False
@@ -169,7 +169,7 @@ class TableGroup(nn.Module):
 
         Returns :meth:`weight_gradients`, or None without ``weight_grads``.
         """
-        if warns and not self._warned and not self.read_only:
+        if warns and not self._warned and not self.frozen:
             self._warned = True
             warn_user(
                 f"{self._label}: backward of a lookup in evaluation mode updates no row,"
@@ -198,9 +198,9 @@ class TableGroup(nn.Module):
         to: CopyTarget | None,
     ) -> Tensor:
         has_grad = torch.is_grad_enabled()
-        is_training = train and not self.read_only
+        is_training = train and not self.frozen
         # The evaluation lookup of a group that is trained warns in its backward.
-        anchor = self._anchor if has_grad and not self.frozen else None
+        anchor = self._anchor if has_grad and not self.untrained else None
         if traced():
             if is_training and has_grad:
                 out = _ops.graph_lookup(

@@ -211,8 +211,8 @@ class EagerGroups:
             self._groups[key] = group
         (trains,) = are_trained([modules[0].weight])
         # to set an attribute of a module takes a microsecond
-        if group.frozen is trains:
-            group.frozen = not group.frozen
+        if group.untrained is trains:
+            group.untrained = not group.untrained
         return group  # type: ignore[return-value]
 
 

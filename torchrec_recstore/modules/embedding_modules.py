@@ -235,7 +235,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         return self._configs
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _PooledLookup:
     """The arguments of the lookup of a batch in several tables with one pooling.
 

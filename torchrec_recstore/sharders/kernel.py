@@ -644,7 +644,7 @@ class RecStorePooledKernel(RecStoreKernel):
                 **self._group_arguments(),
             )
         self._group.learning_rate = self._optim.learning_rate
-        self._group.read_only = self.frozen
+        self._group.frozen = self.frozen
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Returns the pooled rows of a batch, (B, sum of columns over features).
@@ -693,7 +693,7 @@ class RecStoreSequenceKernel(RecStoreKernel):
         else:
             self._group = SequenceGroup(self.tables, **self._group_arguments())
         self._group.learning_rate = self._optim.learning_rate
-        self._group.read_only = self.frozen
+        self._group.frozen = self.frozen
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Returns the columns of each id of a batch, in one dimension.

@@ -441,7 +441,7 @@ class RemoteGroup(TableGroup):
         """
         self._updates.wait()
         table_counts = self._table_counts(ids, offsets, counts)
-        if self.read_only:
+        if self.frozen:
             batch, rows = self._rows(ids, table_counts)
         else:
             batch = _Batch(ids, table_counts)
@@ -512,7 +512,7 @@ class RemoteGroup(TableGroup):
         """Discards the prefetched batches before a lookup of frozen tables in
         evaluation, which reads them anew.
         """
-        if train or not self.read_only or traced():
+        if train or not self.frozen or traced():
             return
         with self._updates.lock:
             discarded = list(self._prefetched)
@@ -524,7 +524,7 @@ class RemoteGroup(TableGroup):
         """Returns the reads of a lookup in training, which reads frozen tables as a
         lookup in evaluation does.
         """
-        if self.read_only:
+        if self.frozen:
             return self._evaluation_reads(distinct)
         return [
             RowRead(table.name, ids)

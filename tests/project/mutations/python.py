@@ -232,7 +232,7 @@ FROZEN = [
     ),
     Mutation(
         f"{PACKAGE}/kernels/table_group.py",
-        "is_training = train and not self.read_only",
+        "is_training = train and not self.frozen",
         "is_training = train",
         ["tests/distributed/test_frozen_tables.py", "tests/store/test_frozen.py"],
         "A training lookup makes and updates rows of frozen tables.",
