@@ -85,9 +85,7 @@ def recstore(
 
 
 def _of_others(name: str, entry: EntryPoint | None) -> Any:
-    """Returns a command of another distribution, or one that says why that command
-    cannot be used.
-    """
+    """Returns a command of another distribution, or one that says why it is missing."""
     try:
         if entry is None:
             raise missing(name)

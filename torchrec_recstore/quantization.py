@@ -1,6 +1,4 @@
-"""Errors and warnings for torch's and TorchRec's quantization, which would silently
-skip RecStore tables.
-"""
+"""Errors and warnings of quantization, which would silently skip RecStore tables."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The tensors that represent a table in a module: its empty parameter, and the copies
-in ``state_dict``.
+"""The empty parameter of a table, and the copies of its rows in ``state_dict``.
 
 Tests: tests/sharders/test_state_writes.py, tests/sharders/test_table_parameter.py.
 """
@@ -248,9 +247,7 @@ class TableParameter(_Unwritable, nn.Parameter):
 
 
 def are_trained(parameters: Iterable[Tensor]) -> list[bool]:
-    """Returns ``requires_grad`` of the parameters of tables, without the time of
-    ``__torch_function__``.
-    """
+    """Returns ``requires_grad`` of parameters, without calls of ``__torch_function__``."""
     with torch._C.DisableTorchFunctionSubclass():
         return [parameter.requires_grad for parameter in parameters]
 
@@ -345,8 +342,7 @@ def _name_of(func: Any) -> str:
 
 
 def _functions_named(names: str) -> Iterator[Any]:
-    """Yields the functions of torch and the methods and properties of tensors with one
-    of ``names``.
+    """Yields torch's functions, and tensors' methods and properties, of these names.
 
     Releases of torch differ in which of them exist.
     """

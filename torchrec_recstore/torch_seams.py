@@ -22,8 +22,7 @@ autograd frees the saved ones, and only this function says when that is.
 
 
 def is_traced_by_dispatch() -> bool:
-    """Returns whether a mode of ``__torch_dispatch__`` is active, such as the one of
-    ``make_fx``.
+    """Returns whether a mode of ``__torch_dispatch__`` is active, as in ``make_fx``.
 
     ``torch.compiler.is_compiling`` knows ``torch.compile`` and ``torch.export`` only.
     """
@@ -31,8 +30,9 @@ def is_traced_by_dispatch() -> bool:
 
 
 def is_in_autograd_function() -> bool:
-    """Returns whether the forward of an autograd function is running, such as the first
-    forward of a reentrant checkpoint.
+    """Returns whether the forward of an autograd function is running.
+
+    The first forward of a reentrant checkpoint is one.
 
     Autograd disables grad there, as ``torch.no_grad`` does, and forward-mode grad too,
     which ``torch.no_grad`` leaves on. ``torch.inference_mode`` disables both. The

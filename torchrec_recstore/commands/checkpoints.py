@@ -1,6 +1,4 @@
-"""The commands on checkpoints: ``recstore inspect``, ``recstore diff`` and ``recstore
-compact``.
-"""
+"""The commands on checkpoints: ``inspect``, ``diff``, ``sign`` and ``compact``."""
 
 from __future__ import annotations
 
@@ -307,9 +305,7 @@ def _as_json(chain: Sequence[CheckpointInfo]) -> dict[str, Any]:
 
 
 def _state_keys(info: CheckpointInfo) -> list[str] | str:
-    """Returns the keys of the training state, or the name of its type if it is not a
-    dict.
-    """
+    """Returns the keys of the training state, or its type if it is no dict."""
     state = info.training_state
     if isinstance(state, dict):
         return [str(key) for key in state]

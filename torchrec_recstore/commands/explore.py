@@ -1,6 +1,4 @@
-"""The commands on the rows of a checkpoint or of servers: ``recstore top`` and
-``recstore neighbours``.
-"""
+"""The commands on rows of a checkpoint or of servers: ``top`` and ``neighbours``."""
 
 from __future__ import annotations
 
@@ -215,9 +213,7 @@ def _is_servers(source: str) -> bool:
 
 @contextmanager
 def _connected(source: str, *access: Any) -> Iterator[tuple[Any, Any]]:
-    """Connects to servers for the body, and yields the connections and the functions
-    that look at their rows.
-    """
+    """Connects to servers, and yields the connections and the functions on their rows."""
     with errors_in_one_line(), missing_in_one_line():
         connected_to = plugin("connected_to")
         functions = plugin("looks")
@@ -252,9 +248,7 @@ def _rows(checkpoint: Path, table: str | None) -> int:
 
 
 def _number(value: float) -> str:
-    """Returns a number for people: integers with separators, others with four digits,
-    and a dash for none.
-    """
+    """Returns a number for people: ``1,234``, ``0.1235``, and a dash for none."""
     if isinstance(value, float) and math.isnan(value):
         return "-"
     if float(value).is_integer() and abs(value) >= 1:

@@ -1,6 +1,4 @@
-"""Prints the output of commands: tables and lines on stdout, and errors as one line on
-stderr.
-"""
+"""The output of commands: tables and lines on stdout, errors as one line on stderr."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ _TEXTS = re.compile(
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Ends the command with status 2 and one line on stderr if the body raises an error
-    of the input.
-    """
+    """Ends the command with status 2 and one line on stderr if the input is wrong."""
     try:
         yield
     except (OSError, ValueError, MemoryError, StorageError) as error:
@@ -120,9 +116,7 @@ def print_line(text: str) -> None:
 
 
 def in_order(tables: Mapping[str, _Value]) -> list[tuple[str, _Value]]:
-    """Returns the items of ``tables`` sorted by name, with numbers compared by value:
-    t_2 before t_10.
-    """
+    """Returns the items of ``tables`` sorted by name, ``t_2`` before ``t_10``."""
 
     def key(item: tuple[str, _Value]) -> list[str | int]:
         name, _ = item

@@ -196,15 +196,7 @@ def _inputs(
     statistics = combined_statistics(file.statistics(steps_per_day), measured)
     sampled_names: set[str] = set()
     if parquet is not None:
-        columns = {
-            name: table.features
-            for name, table in file.tables.items()
-            if table.features
-        }
-        if not columns:
-            raise ValueError(
-                f"{file.path}: no table has features, the columns of the Parquet file"
-            )
+        columns = _columns_of_sample(file)
         sampled = sample_statistics(planned, columns, parquet, batch_size, sample_size)
         for name, table in sampled.items():
             if name not in statistics or statistics[name].rows is None:
@@ -218,6 +210,18 @@ def _inputs(
         name: table for name, table in statistics.items() if name in planned
     }
     return planned, planned_statistics, sampled_names
+
+
+def _columns_of_sample(file: TableFile) -> dict[str, tuple[str, ...]]:
+    """Returns the columns of the Parquet file with the ids of each table."""
+    columns = {
+        name: table.features for name, table in file.tables.items() if table.features
+    }
+    if not columns:
+        raise ValueError(
+            f"{file.path}: no table has features, the columns of the Parquet file"
+        )
+    return columns
 
 
 def _check_growth(

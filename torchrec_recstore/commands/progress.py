@@ -33,9 +33,7 @@ class _RateColumn(bars.ProgressColumn):
 
 
 class TimeLeftColumn(bars.ProgressColumn):
-    """A column with the elapsed time and the remaining time, which is estimated from
-    the completed steps.
-    """
+    """A column with the elapsed time, and the remaining time if a step has ended."""
 
     def render(self, task: bars.Task) -> Text:
         """Returns the elapsed time, and the remaining time if it is known."""

@@ -1,5 +1,4 @@
-"""The commands that run scripts of the project: ``recstore train`` and ``recstore
-bench``.
+"""The commands that run scripts of the project: ``train`` and ``bench``.
 
 Tests: tests/commands/test_bench.py, tests/commands/test_train.py.
 """
@@ -15,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 
@@ -64,9 +63,7 @@ def _folder_of(name: str) -> Path:
 
 @contextmanager
 def missing_in_one_line() -> Iterator[None]:
-    """Turns a failed import in the body into a ``ValueError`` that names the command to
-    install the package.
-    """
+    """Turns a failed import into a ``ValueError`` that says what to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -173,32 +170,33 @@ def bench(
             measure = importlib.import_module("measure")
     distinct_names = list(dict.fromkeys(names or summaries))
     rows: list[dict[str, Any]] = []
-    failed = []
+    failed = False
     with steps(len(distinct_names)) as begin:
         for name in distinct_names:
             begin(name)
-            script = str(folder / f"{name}.py")
             lanes = ("shipped",) if quick else scripts.lanes_of(name)
             flags = scripts.QUICK[name] if quick else ()
+            script = str(folder / f"{name}.py")
             # messages of libraries on stderr would break the bar
             with tempfile.TemporaryFile("w+") as errors:
                 try:
                     rows += measure.run_lanes(script, lanes, flags, errors)
                 except subprocess.CalledProcessError as error:
-                    failed.append(name)
-                    errors.seek(0)
-                    for line in errors.read().splitlines()[-20:]:
-                        print(line, file=sys.stderr)
-                    print(
-                        f"error: the benchmark {name} ended with status"
-                        f" {error.returncode}",
-                        file=sys.stderr,
-                    )
+                    failed = True
+                    _print_failure(name, error.returncode, errors)
     if as_json:
         print_json(rows)
     elif rows:
         print_figures(rows, quick)
     raise typer.Exit(1 if failed else 0)
+
+
+def _print_failure(name: str, status: int, errors: IO[str]) -> None:
+    """Prints the last lines of a benchmark's stderr, and its exit status."""
+    errors.seek(0)
+    for line in errors.read().splitlines()[-20:]:
+        print(line, file=sys.stderr)
+    print(f"error: the benchmark {name} ended with status {status}", file=sys.stderr)
 
 
 def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
@@ -207,10 +205,10 @@ def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
     The benchmarks must be on the import path.
     """
     for columns, figures in importlib.import_module("figures").tables(rows):
-        plain_figures = [
-            [cell.replace("`", "") for cell in figure] for figure in figures
-        ]
-        print_table(columns, plain_figures)
+        rows_of_cells = []
+        for figure in figures:
+            rows_of_cells.append([cell.replace("`", "") for cell in figure])
+        print_table(columns, rows_of_cells)
     run = rows[0]
     conditions = (
         f"{run['cpu']}, {run['threads']} threads, torch {run['torch']},"

@@ -1,5 +1,4 @@
-"""The checks of ``recstore doctor``: installed packages that must fit each other, and
-settings of the machine.
+"""The checks of ``recstore doctor``: of the installed packages and of the machine.
 
 This package imports neither torch nor torchrec nor the native extension, because it
 reports failures of these imports.

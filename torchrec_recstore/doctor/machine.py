@@ -1,6 +1,4 @@
-"""The machine, the finding that a check returns, and the checks of the machine's
-settings.
-"""
+"""The machine, the finding of a check, and the checks of the machine's settings."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ class Machine:
             return None
 
     def number(self, path: str) -> int | None:
-        """Returns the number in a file, or None if the file contains anything else, for
-        example ``max``.
-        """
+        """Returns the number in a file, or None if it contains, for example, ``max``."""
         text = self.read(path)
         return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
@@ -123,8 +119,9 @@ class Machine:
 
 
 def open_files(machine: Machine) -> Finding:
-    """Checks the limit of open files: RocksDB keeps all of its files open, and a server
-    one for each connection.
+    """Checks the limit of open files.
+
+    RocksDB keeps all of its files open, and a server one for each connection.
     """
     soft, hard = machine.open_files
     if soft == UNLIMITED or soft >= _FILES:
@@ -240,8 +237,9 @@ def buffers(facts: Mapping[str, str]) -> Finding:
 
 
 def control_group(machine: Machine) -> Finding:
-    """Checks the memory limits of control groups, which the native store also reads
-    before a table grows.
+    """Checks the memory limits of control groups.
+
+    The native store also reads them before a table grows.
     """
     total = machine.memory().get("MemTotal", 0)
     limits: dict[Path, int] = {}
@@ -265,9 +263,7 @@ def control_group(machine: Machine) -> Finding:
 
 
 def overcommit(machine: Machine) -> Finding:
-    """Checks whether the kernel allows a process to reserve more address space than
-    there is memory.
-    """
+    """Checks whether a process may reserve more address space than there is memory."""
     mode = machine.number("proc/sys/vm/overcommit_memory")
     if mode is None:
         return Finding(
@@ -291,8 +287,9 @@ def overcommit(machine: Machine) -> Finding:
 
 
 def huge_pages(machine: Machine) -> Finding:
-    """Checks whether rows can use huge pages of 2 MiB, whose addresses the processor
-    translates faster.
+    """Checks whether rows can use huge pages of 2 MiB.
+
+    The processor translates their addresses faster.
     """
     text = machine.read("sys/kernel/mm/transparent_hugepage/enabled")
     if text is None:
@@ -328,9 +325,7 @@ def address_space(machine: Machine) -> Finding:
 
 
 def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
-    """Checks whether the native extension uses the best instruction set that the
-    processor has.
-    """
+    """Checks whether the native extension uses the processor's best instruction set."""
     fields = {}
     for line in (machine.read("proc/cpuinfo") or "").splitlines():
         name, _, value = line.partition(":")
@@ -409,9 +404,7 @@ def threads(machine: Machine) -> Finding:
 
 
 def usable_cores(machine: Machine) -> int:
-    """Returns the number of cores that this process may use, within the CPU time that
-    its control groups allow.
-    """
+    """Returns the number of cores that this process and its control groups may use."""
     shares = [float(machine.cores)]
     for folder in machine.groups("cpu"):
         quota = machine.number(f"{folder}/cpu.cfs_quota_us")

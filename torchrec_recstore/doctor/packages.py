@@ -1,6 +1,4 @@
-"""Imports the installed packages in a separate process, and checks that they fit each
-other.
-"""
+"""Imports the installed packages in other processes, and checks their versions."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ Versions = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import: its error in one line, the name of a module that was not
-    found, facts by name.
-    """
+    """The result of an import: its error in one line, the module that it missed, facts."""
 
     error: str | None = None
     missing: str | None = None
@@ -134,9 +130,7 @@ def _output_of_imports(
 
 
 def installed(name: str) -> str | None:
-    """Returns the version of a distribution, or None if the distribution is not
-    installed.
-    """
+    """Returns the version of a distribution, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -208,9 +202,7 @@ def extension(imported: Imported, of_torch: Imported, versions: Versions) -> Fin
 
 
 def fbgemm(imported: Imported, of_torch: Imported, versions: Versions) -> Finding:
-    """FBGEMM, whose kernels TorchRec uses, is installed once and is built for the torch
-    that is installed.
-    """
+    """FBGEMM, whose kernels TorchRec uses, is installed once and built for this torch."""
     installed_numbers = {}
     for name in ("fbgemm-gpu-cpu", "fbgemm-gpu"):
         number = versions(name)
@@ -298,9 +290,7 @@ def _no_fbgemm(
 def torchrec(
     imported: Imported, of_fbgemm: Imported, of_torch: Imported, versions: Versions
 ) -> Finding:
-    """TorchRec is installed in the version that was tested with the torch that is
-    installed.
-    """
+    """TorchRec is installed in the version that was tested with this torch."""
     number = versions("torchrec")
     triple = nearest_to_torch(_torch_version(of_torch, versions) or DEFAULT.torch)
     fix = f"pip install --no-deps torchrec=={triple.torchrec}"
@@ -321,8 +311,9 @@ def torchrec(
 
 
 def dependency(name: str, dependent: str, versions: Versions) -> Finding:
-    """A distribution that ``dependent`` (by default torchrec_recstore) requires is
-    installed in the tested version.
+    """A distribution is installed in the tested version.
+
+    The distribution ``dependent`` requires it, or torchrec_recstore if that is empty.
     """
     number = versions(name)
     tested = TESTED[name]

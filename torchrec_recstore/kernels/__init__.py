@@ -1,5 +1,4 @@
-"""Groups of tables: modules that look up a batch in several tables together, and whose
-backward updates the rows.
+"""Groups of tables: modules that look up a batch, and whose backward updates the rows.
 
 They need torch, not TorchRec.
 """

@@ -1,5 +1,4 @@
-"""Copies between the host, where the rows are, and an accelerator, where the batches
-and the dense layers are.
+"""Copies between the host, which has the rows, and an accelerator, which has batches.
 
 All copies go through page-locked ("pinned") host memory and do not block. torch's
 allocator of pinned memory keeps the buffers, in sizes of powers of two, and does not
@@ -35,9 +34,7 @@ class CopyTarget(NamedTuple):
 
 
 class DeviceStreams:
-    """The streams, the events and the pinned memory of a device, as torch provides
-    them.
-    """
+    """The streams, the events and the pinned memory of a device of torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,4 @@
-"""The group that pools, its rows in cold stores, and the gradients of per-sample
-weights.
-"""
+"""The group that pools, its cold rows, and the gradients of per-sample weights."""
 
 from __future__ import annotations
 
@@ -381,8 +379,6 @@ def bag_scales(offsets: Tensor, pooling: Literal["sum", "mean"]) -> Tensor | Non
 
 
 def bag_of(offsets: Tensor) -> Tensor:
-    """Returns the number of each id's bag, (n,) int64, for bags that begin at
-    ``offsets``.
-    """
+    """Returns the bag of each id, (n,) int64, for bags that begin at ``offsets``."""
     lengths = offsets[1:] - offsets[:-1]
     return torch.repeat_interleave(torch.arange(len(lengths)), lengths)

@@ -50,9 +50,7 @@ class BlockRouting:
             )
 
     def raw(self, ids: Tensor) -> Tensor:
-        """Returns the raw ids, (N,) int64, of this rank's local ids ``ids``, (N,)
-        int64.
-        """
+        """Returns the raw ids of this rank's local ids ``ids``: (N,) int64."""
         is_in_block = (ids >= 0) & (ids < self.block_rows)
         of_block = ids + self.rank * self.block_rows
         of_remainder = ids * self.world_size + self.rank
@@ -60,9 +58,7 @@ class BlockRouting:
         return ops.mix_ids(raw, True) if self.mixed else raw
 
     def owned(self, ids: Tensor) -> Tensor:
-        """Returns which raw ``ids``, (N,) int64, TorchRec's split sends to this rank:
-        (N,) bool.
-        """
+        """Returns which raw ``ids``, (N,) int64, come to this rank: (N,) bool."""
         if self.mixed:
             ids = ops.mix_ids(ids, False)
         is_in_blocks = (ids >= 0) & (ids < self.block_rows * self.world_size)

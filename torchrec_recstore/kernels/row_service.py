@@ -1,5 +1,4 @@
-"""What the groups of this package know of tables whose rows a client reads and updates
-elsewhere.
+"""The interface of tables whose rows a client reads and updates elsewhere.
 
 ``torchrec-recstore-service`` has such a client, ``RecStoreClient``, and the groups of
 its tables.
@@ -57,14 +56,10 @@ class RowService(Protocol):
     def pooled_group(
         self, tables: Sequence[Any], feature_tables: Sequence[int], pooling: Any
     ) -> Any:
-        """Returns a group for tables of this client that is called as a
-        ``PooledGroup`` is.
-        """
+        """Returns a group of this client's tables, called as a ``PooledGroup`` is."""
 
     def sequence_group(self, tables: Sequence[Any]) -> Any:
-        """Returns a group for tables of this client that is called as a
-        ``SequenceGroup`` is.
-        """
+        """Returns a group of this client's tables, called as a ``SequenceGroup`` is."""
 
     def stats(self, name: str) -> TableStats:
         """Returns the statistics of a table."""

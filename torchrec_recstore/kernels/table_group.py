@@ -120,8 +120,7 @@ class TableGroup(nn.Module):
     def update_later(
         self, context: Tensor, arriving: Arriving, counts: Sequence[int]
     ) -> None:
-        """Calls :meth:`update` when the gradient is on the host, with the learning rate
-        of now.
+        """Calls :meth:`update` with the learning rate of now when the gradient has come.
 
         The update is carried out before the next call that reads or changes a table.
         """

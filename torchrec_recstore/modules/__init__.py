@@ -1,5 +1,4 @@
-"""Eager modules: RecStore tables in a model that is not sharded and has no process
-group.
+"""Eager modules: RecStore tables in a model without sharding or process group.
 
 ``RecStoreEmbedding`` and ``RecStoreEmbeddingBag`` need torch only. The collections
 import torchrec when they are first used.

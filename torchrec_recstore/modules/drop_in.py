@@ -276,8 +276,9 @@ class RecStoreEmbedding(DropIn):
         return rows.view(*input.shape, self.embedding_dim)
 
     def _rows_beside_padding(self, ids: Tensor, padding: int) -> Tensor:
-        """Returns the rows, (N, dim) float32, of ids (N,) int64. The row of the id
-        ``padding`` is only read.
+        """Returns the rows, (N, dim) float32, of ids (N,) int64.
+
+        The row of the id ``padding`` is only read.
         """
         positions = (ids != padding).nonzero().squeeze(1)
         trained_rows = self._rows(ids[positions])
@@ -554,9 +555,7 @@ def _padding_id(padding_idx: int | None, num_embeddings: int) -> int | None:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Returns rows (N, dim) unchanged in forward, and divides their gradients by counts
-    (N,) in backward.
-    """
+    """Returns rows (N, dim) unchanged; backward divides gradients by counts (N,)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: Tensor) -> Tensor:

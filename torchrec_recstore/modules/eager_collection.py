@@ -1,5 +1,4 @@
-"""The common base class of the eager collections: their tables, the groups that one
-call looks up, and the batch.
+"""The base class of the eager collections: their tables, groups and batches.
 
 Tests: tests/modules/test_embedding_modules.py, tests/modules/test_against_sharded.py.
 """
@@ -329,9 +328,7 @@ class Features:
 
 
 def _on_host(features: KeyedJaggedTensor, is_weighted: bool) -> KeyedJaggedTensor:
-    """Returns a batch of an accelerator on the CPU, without its weights if they are not
-    used.
-    """
+    """Returns a batch of an accelerator on the CPU, without weights that are not used."""
     tensors = [features.values().to(torch.int64), features.lengths()]
     weights = features.weights().float() if is_weighted else None
     if weights is None:

@@ -1,5 +1,4 @@
-"""The groups of eager modules, and the backward passes that collect gradients for
-sparse optimizers.
+"""The groups of eager modules, and backward passes that only collect gradients.
 
 Tests: tests/modules/test_embedding_bag.py, tests/modules/test_compile.py.
 """
@@ -146,9 +145,7 @@ class EagerGroups:
         pooling: Pooling,
         bags: Bags,
     ) -> None:
-        """Prepares a batch before :meth:`bags` is called for it, with the same
-        arguments.
-        """
+        """Prepares a batch for :meth:`bags`, with the same arguments."""
         features = [tables[number] for number in feature_tables]
         counts = [end - first for _, first, end in _parts(features, bags.offsets)]
         self._pooled_group(tables, feature_tables, pooling).prefetch(bags.ids, counts)
@@ -156,9 +153,7 @@ class EagerGroups:
     def prefetch_rows(
         self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int]
     ) -> None:
-        """Prepares a batch before :meth:`rows` is called for it, with the same
-        arguments.
-        """
+        """Prepares a batch for :meth:`rows`, with the same arguments."""
         self._sequence_group(tables).prefetch(ids, counts)
 
     def _pooled_group(
@@ -318,9 +313,7 @@ def _collect_rows(
 def _parts(
     features: Sequence[EagerTable], offsets: Tensor
 ) -> Iterator[tuple[EagerTable, int, int]]:
-    """Yields each feature's table, and the positions where the feature's ids begin and
-    end.
-    """
+    """Yields each feature's table, and where the feature's ids begin and end."""
     bags = (len(offsets) - 1) // len(features)
     bounds = offsets[::bags].tolist() if bags else [0] * (len(features) + 1)
     return zip(features, bounds[:-1], bounds[1:], strict=True)

@@ -1,5 +1,4 @@
-"""A table that a module owns, and the conversion between a table's rows and a state of
-tensors.
+"""A table that a module owns, and its rows as a state of tensors.
 
 Tests: tests/modules/test_state.py, tests/modules/test_shared_rows.py.
 """
@@ -34,8 +33,7 @@ class OwnedTable:
         self.table = Table(**arguments)
 
     def with_optimizer(self, arguments: Mapping[str, Any]) -> OwnedTable:
-        """Returns a table with the same rows, whose arguments differ in ``optimizer``
-        only.
+        """Returns a table with the same rows and another optimizer.
 
         It takes over ``left_ids``.
 

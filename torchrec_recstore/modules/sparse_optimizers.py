@@ -1,6 +1,4 @@
-"""Optimizers of modules with ``fused=False``: backward collects gradients, and ``step``
-updates the rows.
-"""
+"""Optimizers of modules with ``fused=False``: ``step`` updates the rows."""
 
 from __future__ import annotations
 

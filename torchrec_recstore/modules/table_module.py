@@ -1,5 +1,4 @@
-"""A torch module with one table: a RecStore table of the module, or a table whose rows
-a client reads and updates.
+"""A torch module with one table, which is its own or belongs to a client.
 
 Tests: tests/modules/test_state.py, tests/service/test_remote_modules.py.
 """
@@ -225,9 +224,7 @@ class TableModule(RefusesQuantization, nn.Module):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the options of the table freeze its rows, so that they cannot be
-        trained.
-        """
+        """Whether the options of the table freeze its rows."""
         return bool(self._arguments["options"].frozen)
 
     def _parameter(
@@ -325,9 +322,7 @@ class TableModule(RefusesQuantization, nn.Module):
     def _state_of_table(
         self, state_dict: Mapping[str, Any], prefix: str
     ) -> tuple[dict[str, Any], list[str]]:
-        """Returns the entries of ``state_dict`` that belong to the table, and the names
-        of the missing ones.
-        """
+        """Returns the table's entries of ``state_dict``, and the missing names."""
         keys = ["weight"] if self._owned is None else state_keys(self._owned.table)
         entries = {}
         missing = []
@@ -352,9 +347,7 @@ class TableModule(RefusesQuantization, nn.Module):
         prefix: str,
         table_state: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Returns ``state_dict`` with the empty parameter in place of the table's
-        entries.
-        """
+        """Returns ``state_dict`` with the empty parameter in place of the rows."""
         table_keys = {prefix + key for key in table_state}
         entries = {}
         for key, value in state_dict.items():
@@ -478,9 +471,7 @@ def warn_of_rows_on_servers() -> None:
 
 
 def rows_not_loaded(key: str) -> str:
-    """Returns the message for a state dict with rows of a table that belongs to
-    servers.
-    """
+    """Returns the message for a state dict with rows of a table on servers."""
     return (
         f"{key} has rows, but the table of the model is on servers, which"
         " load_state_dict does not write to: load them with client.load(name), write"
