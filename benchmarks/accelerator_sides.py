@@ -146,7 +146,7 @@ def _fill(table: Table, shape: Shape) -> None:
 
 
 def kernel(shape: Shape) -> Step:
-    """RecStore's kernel with the ids of the host batch.
+    """RecStore's group of tables with the ids of the host batch.
 
     The pooled rows are copied to the device.
     """

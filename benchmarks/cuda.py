@@ -4,7 +4,7 @@ above TorchRec's tables.
     python benchmarks/cuda.py [--sides kernel,eager] [--dim 64] [--batch-size 8192]
     [--rows 1000000]
 
-``kernel`` and ``eager`` need torch alone: RecStore's kernel and modules with rows on
+``kernel`` and ``eager`` need torch alone: RecStore's group of tables, and modules, on
 the host, and the dense part on the device. The other sides need TorchRec and FBGEMM's
 CUDA build: RecStore's sharded tables (``recstore``), the same in
 ``RecStorePrefetchPipeline`` (``pipeline``), and TorchRec's tables in device memory

@@ -121,7 +121,7 @@ def recstore(
     case: Case, batches: list[Batch], optimizer: Optimizer
 ) -> tuple[list[Table], PooledGroup]:
     """Returns tables that have all ids of the batches and as many rows as the case, and
-    their kernel.
+    their group.
     """
     tables = [
         Table(case.dim, optimizer=optimizer, name=f"t{i}") for i in range(case.tables)

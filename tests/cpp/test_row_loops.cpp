@@ -1,4 +1,4 @@
-// The loops over rows of each instruction set of this processor give the same bits as those of every other processor:
+// The row loops of each instruction set of this processor give the same bits as those of every other processor:
 // the digests below were computed by the baseline of x86-64. NaN is converted, but not computed, because processors
 // give it different signs.
 

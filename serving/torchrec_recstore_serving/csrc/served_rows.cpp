@@ -443,8 +443,8 @@ void ServedRows::pool(const int64_t* ids, const int64_t* offsets, int64_t bags, 
   const int64_t dim = layout_.dim, begin = offsets[0], n = offsets[bags] - begin;
   std::fill_n(out, bags * dim, 0.0f);
   int64_t bag = 0;
-  // The rows of a bag are added in their order, and a weighted row is rounded before it is added: the same bits as the
-  // kernels of training.
+  // The rows of a bag are added in their order, and a weighted row is rounded before it is added: the bits of a lookup in
+  // training.
   const auto pooled = [&](const auto& add) {
     for_each_row(ids + begin, n, [&](int64_t i, const char* row) {
       while (begin + i >= offsets[bag + 1]) ++bag;

@@ -124,7 +124,7 @@ struct UpdateArgs {
   const float* sum;   // the sum of its gradients (columns rounded up to 16,), or null
 };
 
-// The search of the index and the loops over rows, which are compiled once for each instruction set. All versions give
+// The search of the index and the row loops, which are compiled once for each instruction set. All versions give
 // the same bits: they use sixteen lanes independently of the width of the registers, the same order of additions, and
 // no fused multiply-add. A library that defines RECSTORE_READS_ONLY has the functions find, widen and narrow alone; the
 // others are null.
