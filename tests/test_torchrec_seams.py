@@ -1,5 +1,5 @@
 """Every use of a private name of TorchRec is in the folder
-``torchrec_recstore/torchrec_seams``.
+``torchrec_recstore/torchrec_seams``, and every one of ``torch._C`` in a file beside it.
 """
 
 from __future__ import annotations
@@ -124,3 +124,31 @@ def test_private_names_of_torchrec_are_in_one_folder() -> None:
         if path.parent != SEAMS
     }
     assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    public = {"torch._C", "torch._C.DisableTorchFunctionSubclass"}
+    for module, path in sources().items():
+        if not module.startswith("torchrec_recstore."):
+            continue
+        names = {
+            ast.unparse(node)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+        }
+        private_names = {name for name in names if name.startswith("torch._C")}
+        if module == "torchrec_recstore.torch_seams":
+            assert len(private_names - public) >= 3
+        else:
+            assert private_names <= public, module
+
+
+def test_only_warnings_read_stack_frames() -> None:
+    readers = set()
+    for module, path in sources().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else None
+            if name in ("_getframe", "currentframe", "f_back", "f_locals"):
+                readers.add(module)
+    # The module finds the line of the user's program to which a warning points.
+    assert readers == {"torchrec_recstore.utils"}

@@ -230,6 +230,14 @@ def test_metadata_and_aliases() -> None:
     assert (
         parameter.view_as(parameter).grad_fn.next_functions[0][0].variable is parameter
     )  # type: ignore[union-attr]
+    for alias in (
+        parameter.expand_as(parameter),
+        parameter.clone(),
+        parameter.view(-1),
+    ):
+        assert type(alias) is table_parameter._Unwritable
+        assert alias.grad_fn.next_functions[0][0].variable is parameter
+        assert alias.detach().grad_fn is None
     assert type(torch.zeros_like(parameter)) is Tensor
     assert repr(parameter).startswith("Parameter containing:")
     parameter.grad = torch.zeros(0, DIM)
