@@ -278,8 +278,9 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
     Args:
         embedding_configs: The configs of the tables: ``EmbeddingConfig``, or mappings
             of its arguments. All tables must have the same dim.
-        lr, enable_fusion, fusion_k, device, optimizer, options, fused, state_dtype,
-            client, staleness: See :class:`RecStoreEmbeddingBagCollection`.
+        lr, enable_fusion, fusion_k: See :class:`RecStoreEmbeddingBagCollection`.
+        device, optimizer, options, fused, state_dtype, client, staleness: See
+            :class:`RecStoreEmbeddingBagCollection`.
         tables: TorchRec's name for ``embedding_configs``. Exactly one of the two must
             be given.
         need_indices: Whether the output has the ids as its weights.
