@@ -507,7 +507,7 @@ def test_a_save_that_has_lost_its_turn_begins_again(
 
 
 @pytest.mark.parametrize(
-    "read", ["pull", pytest.param("found", marks=pytest.mark.slow)]
+    "read", ["pull", pytest.param("existing_rows", marks=pytest.mark.slow)]
 )
 def test_a_read_is_of_one_epoch(
     pair: list[RecStoreServer], read: str, monkeypatch: pytest.MonkeyPatch
