@@ -152,6 +152,21 @@ def _serve_until_saved(
         server.set_serving(True)
 
 
+def _metrics(
+    address: str | None,
+    tables: HostedTables,
+    counts: CallCounts,
+) -> Metrics | None:
+    """Begins to listen on the address of --metrics, if there is one."""
+    if address is None:
+        return None
+    host, port = host_and_port(address)
+    try:
+        return Metrics(tables, counts, host, port)
+    except OSError as error:
+        raise OSError(f"--metrics {address}: {error.strerror}") from error
+
+
 def _serve(
     options: ServerOptions,
     directory: DataDirectory,
@@ -160,15 +175,7 @@ def _serve(
 ) -> None:
     tables = HostedTables(options.limits)
     counts = CallCounts()
-    metrics = None
-    if options.listening.metrics is not None:
-        host, port = host_and_port(options.listening.metrics)
-        try:
-            metrics = Metrics(tables, counts, host, port)
-        except OSError as error:
-            raise OSError(
-                f"--metrics {options.listening.metrics}: {error.strerror}"
-            ) from error
+    metrics = _metrics(options.listening.metrics, tables, counts)
     service = ParameterServer(
         tables,
         directory,

@@ -70,6 +70,7 @@ class Handlers:
         self._server.add_registered_method_handlers(service, bounded)
 
     def _bounded(self, method: str, handler: Any) -> Any:
+        """Returns a handler that reads requests in the thread of the call."""
         threads = self._threads.get(method, self._threads[""])
         behavior = (
             handler.unary_unary

@@ -298,23 +298,28 @@ class RowCalls:
                 raise ValueError("a write of several tables has no initial rows")
             for update in updates:
                 self._observer.ids("update", update.table, len(update.ids))
-            update_each = partial(self._tables.update_each, updates)
-            return self._once(
-                header,
-                arrays,
-                from_primary,
-                _without_deletes(update_each),
-            )
+            action = _without_deletes(partial(self._tables.update_each, updates))
+        else:
+            operation, action = self._action(header, specs[0], ids, arrays)
+            self._observer.ids(operation, header.table, len(ids))
+        return self._once(header, arrays, from_primary, action)
+
+    def _action(
+        self,
+        header: pb.WriteHeader,
+        spec: TableSpec,
+        ids: Tensor,
+        arrays: Sequence[Tensor],
+    ) -> tuple[str, Callable[[], int]]:
+        """Returns the name of a write of one table, and the function that makes it."""
+        _, rows_bytes, initial_ids_bytes, initial_rows_bytes = arrays
         name = header.table
-        spec = specs[0]
         dtype = torch.float32 if header.float32 else value_dtype(spec.dtype)
-        action: Callable[[], int]
         if header.kind == pb.WriteHeader.PUSH:
-            operation = "push"
             values = _rows_of_ids(rows_bytes, ids, dtype, spec.dim)
-            action = _without_deletes(partial(self._tables.push, name, ids, values))
-        elif header.kind == pb.WriteHeader.UPDATE:
-            operation = "update"
+            push = partial(self._tables.push, name, ids, values)
+            return "push", _without_deletes(push)
+        if header.kind == pb.WriteHeader.UPDATE:
             grads = _rows_of_ids(rows_bytes, ids, dtype, spec.dim)
             initial_ids = array_of(initial_ids_bytes, torch.int64)
             initial_rows = _rows_of_ids(
@@ -324,16 +329,11 @@ class RowCalls:
                 spec.dim,
             )
             initial = (initial_ids, initial_rows) if len(initial_ids) else None
-            action = _without_deletes(
-                partial(self._tables.update, name, ids, grads, initial)
-            )
-        elif header.kind == pb.WriteHeader.DELETE:
-            operation = "delete"
-            action = partial(self._tables.delete, name, ids)
-        else:
-            raise ValueError(f"kind must be PUSH, UPDATE or DELETE, got {header.kind}")
-        self._observer.ids(operation, name, len(ids))
-        return self._once(header, arrays, from_primary, action)
+            update = partial(self._tables.update, name, ids, grads, initial)
+            return "update", _without_deletes(update)
+        if header.kind == pb.WriteHeader.DELETE:
+            return "delete", partial(self._tables.delete, name, ids)
+        raise ValueError(f"kind must be PUSH, UPDATE or DELETE, got {header.kind}")
 
     def _check_size(self, size: int, ids_bytes: int) -> None:
         """Checks the size of a write, because other calls on the table wait for it.
