@@ -65,18 +65,23 @@ def options_of_flags(
     ):
         if needs_lfu is not None and eviction != "lfu":
             raise ValueError(f"{flag} needs --eviction lfu")
-    expires = expire_steps is not None or expire_seconds is not None
     policy: LRU | LFU | None = None
     if eviction == "lfu":
         policy = LFU(half_life_steps, lfu_count or "steps")
     elif max_rows is not None:
         policy = LRU()
+    expiry: Expiry | None = None
+    if expire_steps is not None or expire_seconds is not None:
+        expiry = Expiry(expire_steps, expire_seconds)
+    admission: MinFrequency | None = None
+    if min_frequency is not None:
+        admission = MinFrequency(min_frequency)
     return TableOptions(
         seed=seed,
         max_rows=max_rows,
         eviction=policy,
-        expiry=Expiry(expire_steps, expire_seconds) if expires else None,
-        admission=None if min_frequency is None else MinFrequency(min_frequency),
+        expiry=expiry,
+        admission=admission,
         cold_store=None if cold_store is None else cold_store_of_flag(cold_store),
     )
 
@@ -87,4 +92,6 @@ def cold_store_of_flag(url_or_path: str) -> RedisStore | RocksDBStore | SSDStore
     """
     if url_or_path.startswith("rocksdb://"):
         return RocksDBStore(url_or_path.removeprefix("rocksdb://"))
-    return RedisStore(url_or_path) if "://" in url_or_path else SSDStore(url_or_path)
+    if "://" in url_or_path:
+        return RedisStore(url_or_path)
+    return SSDStore(url_or_path)

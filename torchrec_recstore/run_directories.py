@@ -185,11 +185,11 @@ def _runs(root: Path) -> list[Path]:
 
 @contextmanager
 def _locked(
-    root: Path, how: int = fcntl.LOCK_EX, mode: int = os.O_RDWR | os.O_CREAT
+    root: Path, operation: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT
 ) -> Iterator[None]:
-    file = open_own(root / _LOCK, mode, 0o644)
+    file = open_own(root / _LOCK, flags, 0o644)
     try:
-        fcntl.flock(file, how)
+        fcntl.flock(file, operation)
         yield
     finally:
         os.close(file)
