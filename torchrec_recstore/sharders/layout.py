@@ -138,7 +138,7 @@ class RowTensor(ShardedTensor):
         rows: RowTensor = cls.__new__(
             cls,
             stock.sharding_spec(),
-            stock.size(),
+            stock.metadata().size,
             dtype=properties.dtype,
             layout=properties.layout,
             pin_memory=properties.pin_memory,
@@ -148,6 +148,11 @@ class RowTensor(ShardedTensor):
         rows._description = description
         rows._env = env
         return rows
+
+    def size(self, dim: int | None = None) -> Any:
+        """Returns the size. torch's method would warn that ShardedTensor is deprecated."""
+        size = self.metadata().size
+        return size if dim is None else size[dim]
 
     def local_shards(self) -> list[TensorShard]:
         """Returns this rank's shards.
