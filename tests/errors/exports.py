@@ -16,10 +16,10 @@ from torchrec_recstore.inference import (
     export_delta,
     export_for_inference,
     follow,
-    library,
     read_delta,
     verify,
 )
+from torchrec_recstore_serving.export import native_library
 
 
 def bags(name: str = "t_item", dim: int = 4) -> RecStoreEmbeddingBag:
@@ -64,8 +64,8 @@ def another_torch(tmp_path: Path) -> None:
     (tmp_path / "_serving.abi3.so").write_bytes(
         b"recstore serving library for torch 1.0"
     )
-    with mock.patch.object(library, "_FOLDER", tmp_path):
-        library.load_library.__wrapped__()
+    with mock.patch.object(native_library, "_FOLDER", tmp_path):
+        native_library.load_library.__wrapped__()
 
 
 @situation("ValueError", "table 't_item' has dim 5: int4 rows need a multiple of 4")

@@ -242,12 +242,21 @@ def test_torchrecs_planner_brings_the_options_of_constraints() -> None:
     assert tables(model)["a"].options.max_rows == 7
 
 
+def test_options_that_are_assigned_later_are_those_of_the_plan() -> None:
+    constraint = RecStoreConstraints()
+    constraint.options = TableOptions(max_rows=7)
+    assert isinstance(constraint.key_value_params, OptionsInPlan)
+    assert constraint.key_value_params.options.max_rows == 7
+    constraint.options = TableOptions()
+    assert constraint.key_value_params is None
+
+
 def test_the_options_in_a_plan_change_neither_repr_nor_hash_of_constraints() -> None:
     options = TableOptions(max_rows=7)
     constraint = RecStoreConstraints(options=options)
     assert repr(constraint) == f"RecStoreConstraints(options={options!r})"
     plain = RecStoreConstraints(options=options)
-    plain.key_value_params = None
+    object.__setattr__(plain, "key_value_params", None)
     assert hash(constraint) == hash(plain)
     assert replace(constraint, options=TableOptions()).key_value_params is None
     changed = replace(constraint, options=TableOptions(max_rows=8)).key_value_params

@@ -70,7 +70,7 @@ for _module, _names in _NAMES.items():
 _with_torchrec = [
     name
     for name, module in _modules.items()
-    if module in ("apply", "background", "distributed", "load", "save", "stock")
+    if module in ("apply", "distributed", "load", "save", "stock")
 ]
 __getattr__, __dir__ = lazy_names(
     __name__,

@@ -45,11 +45,23 @@ class RecStoreConstraints(ConstraintsSeams):
                 "RecStoreConstraints.options must be TableOptions, got"
                 f" {type(self.options).__name__}"
             )
-        self.key_value_params = self.stock_key_value_params()
-        if self.key_value_params is None and self.options != TableOptions():
-            # TorchRec's planner copies this field into its plan, but no field that it
-            # does not know.
-            self.key_value_params = OptionsInPlan(options=self.options)
+        self._put_options_into_plan()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        is_complete = "options" in vars(self)
+        if is_complete and name in ("options", "key_value_params"):
+            self._put_options_into_plan()
+
+    def _put_options_into_plan(self) -> None:
+        """Puts the options into the field that TorchRec's planner copies into its plan.
+
+        It copies no field that it does not know.
+        """
+        params = self.stock_key_value_params()
+        if params is None and self.options != TableOptions():
+            params = OptionsInPlan(options=self.options)
+        super().__setattr__("key_value_params", params)
 
     def __repr__(self) -> str:
         return set_fields(self._stock_part())

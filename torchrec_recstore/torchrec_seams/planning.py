@@ -61,7 +61,9 @@ class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
 
     def _stock_part(self) -> ConstraintsSeams:
         stock_part = copy.copy(self)
-        stock_part.key_value_params = self.stock_key_value_params()
+        # Not by the class's own __setattr__, which would put the options back.
+        stock_params = self.stock_key_value_params()
+        object.__setattr__(stock_part, "key_value_params", stock_params)
         return stock_part
 
 

@@ -55,7 +55,7 @@ BOUNDS = [
 CHECKPOINTS = [
     Mutation(
         f"{PACKAGE}/checkpoint/writer.py",
-        "rows=shard.snapshot.table_rows if first else 0,",
+        "rows=shard.snapshot.table_rows if is_first else 0,",
         "rows=shard.snapshot.table_rows,",
         ["tests/checkpoint/test_save.py", "tests/checkpoint/test_fold.py"],
         "A checkpoint counts each row once for every column shard.",
@@ -208,14 +208,14 @@ PARTS_OF_CHECKPOINTS = [
     ),
     Mutation(
         f"{PACKAGE}/checkpoint/apply.py",
-        "table.write(self.before)",
+        "table.write(self.replaced)",
         "pass",
         ["tests/checkpoint/test_apply_delta.py"],
         "A delta that could not be applied on all ranks is not taken back.",
     ),
     Mutation(
         f"{PACKAGE}/checkpoint/apply.py",
-        "return before[~among(before, torch.cat(listed).sort().values)]",
+        "return base_ids[~among(base_ids, torch.cat(listed).sort().values)]",
         "return torch.cat(listed)[:0]",
         ["tests/checkpoint/test_apply_delta.py"],
         "Ids that left stay in the model, if the delta lists those that stay.",
