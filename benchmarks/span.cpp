@@ -259,7 +259,7 @@ Model make_model(int64_t bags, int64_t tables, const Bounds& bounds = {}) {
     TableConfig config;
     config.name = "t" + std::to_string(t);
     config.column_end = kColumns;
-    config.init = {InitKind::kUniform, -0.1, 0.1, 0.0};
+    config.init = {InitKind::kUniform, -0.1, 0.1};
     config.optimizer.kind = OptimizerKind::kRowWiseAdagrad;
     config.bounds = bounds;
     made.push_back(std::make_shared<Table>(config));

@@ -11,30 +11,18 @@ Raises:
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchrec_recstore import fake_ops
+from torchrec_recstore import fake_ops, table_fields
 from torchrec_recstore.optim import Optimizer, RowOptimizer
-from torchrec_recstore.options import (
-    LFU,
-    LRU,
-    NONFINITE,
-    ConstantInit,
-    Initializer,
-    NormalInit,
-    Scored,
-    TableOptions,
-    UniformInit,
-)
+from torchrec_recstore.options import NONFINITE, Initializer, TableOptions
 from torchrec_recstore.row_types import ROW_TYPES, STATE_TYPES
 
 try:
@@ -132,67 +120,6 @@ class native_errors:
             ) from None
 
 
-def _initializer_numbers(initializer: Initializer) -> tuple[float, ...]:
-    """Returns the kind (InitKind in csrc/rows/config.h) and its three numbers, which are the
-    fields.
-    """
-    (kind,) = (
-        i
-        for i, each in enumerate((UniformInit, NormalInit, ConstantInit))
-        if isinstance(initializer, each)
-    )
-    return (
-        kind,
-        *(
-            [0.0 if value is None else value for value in astuple(initializer)]
-            + [0.0] * 2
-        )[:3],
-    )
-
-
-def encoded_score(score: float) -> int:
-    """Returns a score as ``encoded_score`` in csrc/bounds/row_uses.h encodes it: a number that
-    ascends with the score.
-    """
-    (bits,) = struct.unpack("<I", struct.pack("<f", score + 0.0))
-    return int(~bits & 0xFFFFFFFF if bits & 0x80000000 else bits | 0x80000000)
-
-
-def _eviction_numbers(eviction: LRU | LFU | Scored | None) -> tuple[int, int]:
-    """Returns the policy (Eviction in csrc/rows/config.h), and its half-life or the rank of
-    a row without a score.
-    """
-    if isinstance(eviction, Scored):
-        return 4, encoded_score(eviction.default)
-    if isinstance(eviction, LFU):
-        policy = 3 if eviction.count == "occurrences" else 2
-        return policy, eviction.half_life_steps or 0
-    return 0 if eviction is None else 1, 0
-
-
-def _bounds(options: TableOptions) -> list[int]:
-    """Returns the numbers of Bounds in csrc/rows/config.h, in their order; 0 for a bound
-    that the table lacks.
-    """
-    admission = options.admission
-    return [
-        options.max_rows or 0,
-        *_eviction_numbers(options.eviction),
-        (options.expiry and options.expiry.steps) or 0,
-        0 if options.expiry is None else options.expiry.microseconds,
-        0 if options.expiry is None else options.expiry.max_jump_microseconds,
-        0 if admission is None else admission.count,
-        0 if admission is None else admission.counter_bytes,
-        (
-            0
-            if options.cold_store is None
-            else 2
-            if getattr(options.cold_store, "shared", None)
-            else 1
-        ),
-    ]
-
-
 def table_create(
     name: str,
     columns: range,
@@ -214,17 +141,34 @@ def table_create(
     ``state_dtype``, a key of ``row_types.STATE_TYPES``, is that of optimizer states.
     Only the bounds and ``nonfinite`` of ``options`` are used.
     """
-    numbers = _initializer_numbers(initializer)
+    integers = {
+        "column_begin": columns.start,
+        "column_end": columns.stop,
+        "seed": seed,
+        "missing_reads_init": int(missing == "init"),
+        "init": table_fields.initializer_kind(initializer),
+        "row_type": ROW_TYPES[dtype],
+        "stochastic_rounding": int(stochastic_rounding),
+        "state_type": STATE_TYPES[state_dtype],
+        "nonfinite": NONFINITE.index(options.nonfinite),
+        **table_fields.bounds(options),
+    }
+    numbers = table_fields.initializer_numbers(initializer) | optimizer.numbers()
     with native_errors(f"table '{name}'"):
-        shard = (name, columns.start, columns.stop, seed, missing == "init", *numbers)
-        types = (ROW_TYPES[dtype], stochastic_rounding, STATE_TYPES[state_dtype])
-        rest = (*types, NONFINITE.index(options.nonfinite), _bounds(options))
-        kind = (
-            _ops.optimizer_load(*optimizer.code())
-            if isinstance(optimizer, RowOptimizer)
-            else optimizer.kind
+        hyperparameters: list[float] = []
+        integers["optimizer"] = optimizer.kind
+        if isinstance(optimizer, RowOptimizer):
+            hyperparameters = optimizer.hyperparameter_values()
+            integers["optimizer"] = _ops.optimizer_load(**optimizer.code())
+        handle = _ops.table_create(
+            name=name,
+            integer_names=list(integers),
+            integers=list(integers.values()),
+            number_names=list(numbers),
+            numbers=list(numbers.values()),
+            hyperparameters=hyperparameters,
         )
-        return cast(int, _ops.table_create(*shard, kind, optimizer.numbers(), *rest))
+    return cast(int, handle)
 
 
 # A decorator for the ops of finalizers: Python may collect garbage in the middle of a
@@ -583,11 +527,17 @@ def group_create(
     is (block_rows, world_size, rank, mixed); a world_size of 0 leaves ids unchanged.
     ``mean`` pools by the mean, otherwise by the sum.
     """
-    flat = [int(number) for routing in routings for number in routing]
     with native_errors("group"):
-        return cast(
-            int, _ops.group_create(list(tables), list(feature_tables), flat, mean)
+        handle = _ops.group_create(
+            tables=list(tables),
+            feature_tables=list(feature_tables),
+            block_rows=[routing[0] for routing in routings],
+            world_sizes=[routing[1] for routing in routings],
+            ranks=[routing[2] for routing in routings],
+            mixed=[int(routing[3]) for routing in routings],
+            mean=mean,
         )
+    return cast(int, handle)
 
 
 # Rows of several groups.

@@ -50,24 +50,24 @@ __all__ = [
 
 WeightDecayMode = Literal["l2", "decouple"]
 StateKind = Literal["element", "row"]
-# The fields of OptimizerConfig in csrc/rows/optimizer.h, in their order, without the kind.
 _NUMBERS = (
-    *(
-        "eps",
-        "weight_decay",
-        "decouple",
-        "momentum",
-        "beta1",
-        "beta2",
-        "eta",
-        "alpha",
-        "l1",
-        "l2",
-        "lr_power",
-        "beta",
-    ),
-    *("max_gradient", "max_gradient_norm", "max_norm"),
+    "eps",
+    "weight_decay",
+    "decouple",
+    "momentum",
+    "beta1",
+    "beta2",
+    "eta",
+    "alpha",
+    "l1",
+    "l2",
+    "lr_power",
+    "beta",
+    "max_gradient",
+    "max_gradient_norm",
+    "max_norm",
 )
+"""The names of the numbers of OptimizerConfig in csrc/rows/optimizer.h."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -123,9 +123,9 @@ class Optimizer:
                 shown.append(f"{number.name}={value!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    def numbers(self) -> list[float]:
-        """Returns the numbers of ``OptimizerConfig`` in csrc/rows/optimizer.h; 0 for a
-        number that is not used.
+    def numbers(self) -> dict[str, float]:
+        """Returns the numbers of ``OptimizerConfig`` in csrc/rows/optimizer.h by name;
+        0 for a number that is not used.
         """
         values = dict(vars(self))
         if "rho" in values:  # torch's name of the same number
@@ -136,7 +136,7 @@ class Optimizer:
             "lr",
             *_NUMBERS,
         }, f"{type(self).__name__} has an argument without a number in csrc"
-        return [float(values.get(name) or 0.0) for name in _NUMBERS]
+        return {name: float(values.get(name) or 0.0) for name in _NUMBERS}
 
 
 def _check(name: str, field: str, value: object) -> None:
@@ -395,24 +395,28 @@ class RowOptimizer(Optimizer, kind=-1, states=()):
         for name, value in dict(self.hyperparameters).items():
             _is_finite(f"RowOptimizer.hyperparameters[{name!r}]", value)
 
-    def numbers(self) -> list[float]:
-        """Returns the numbers of ``OptimizerConfig``, and then the hyperparameters."""
-        own = [float(value) for value in dict(self.hyperparameters).values()]
-        return [float(getattr(self, name, None) or 0.0) for name in _NUMBERS] + own
+    def numbers(self) -> dict[str, float]:
+        """Returns the numbers of ``OptimizerConfig`` by name."""
+        return {name: float(getattr(self, name, None) or 0.0) for name in _NUMBERS}
 
-    def code(self) -> tuple[Any, ...]:
-        """Returns the members of ``RowCode`` in csrc/row_loops/row_compiler.h."""
-        elements = [*dict(self.states).values()].count("element")
-        once = [text for pair in dict(self.once).items() for text in pair]
-        return (
-            self.name,
-            [*dict(self.states)],
-            elements,
-            [*dict(self.hyperparameters)],
-            once,
-            self.row,
-            self.step,
-        )
+    def hyperparameter_values(self) -> list[float]:
+        """Returns the values of the hyperparameters, in the order of :meth:`code`."""
+        return [float(value) for value in dict(self.hyperparameters).values()]
+
+    def code(self) -> dict[str, Any]:
+        """Returns the members of ``RowCode`` in csrc/row_loops/row_compiler.h by name."""
+        states = dict(self.states)
+        once = dict(self.once)
+        return {
+            "name": self.name,
+            "states": list(states),
+            "element_states": list(states.values()).count("element"),
+            "hyperparameters": list(dict(self.hyperparameters)),
+            "once_names": list(once),
+            "once_expressions": list(once.values()),
+            "row": self.row,
+            "step": self.step,
+        }
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {

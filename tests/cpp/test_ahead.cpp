@@ -46,7 +46,7 @@ std::shared_ptr<Table> make_table(const Bounds& bounds, int64_t columns = kColum
   TableConfig config;
   config.name = "t";
   config.column_end = columns;
-  config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+  config.init = {InitKind::kUniform, -1.0, 1.0};
   config.optimizer.kind = OptimizerKind::kAdagrad;
   config.bounds = bounds;
   return std::make_shared<Table>(config);

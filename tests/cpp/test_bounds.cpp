@@ -39,7 +39,7 @@ std::shared_ptr<Table> make_table(const Bounds& bounds, OptimizerKind kind = Opt
   TableConfig config;
   config.name = "t";
   config.column_end = kColumns;
-  config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+  config.init = {InitKind::kUniform, -1.0, 1.0};
   config.optimizer.kind = kind;
   config.optimizer.beta1 = 0.9;
   config.optimizer.beta2 = 0.99;

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "base/error.h"
@@ -27,7 +29,7 @@ TableConfig make_config(const Bounds& bounds = {}) {
   TableConfig config;
   config.name = "t";
   config.column_end = kColumns;
-  config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+  config.init = {InitKind::kUniform, -1.0, 1.0};
   config.optimizer.kind = OptimizerKind::kAdagrad;
   config.bounds = bounds;
   return config;
@@ -225,23 +227,57 @@ void ids_that_left_are_listed_since_a_mark() {
   CHECK((*table->rows().changes().left_since(mark) == std::vector<int64_t>{3, 7}));
 }
 
+using Numbers = std::map<std::string, int64_t>;
+
+// The bounds of a table that has the bounds `changed`, and no others.
+Bounds bounds_of(const Numbers& changed) {
+  std::vector<std::string> names;
+  std::vector<int64_t> values;
+  for (const char* name : {"max_rows", "eviction", "half_life", "unscored", "expiry", "expiry_time", "max_jump",
+                           "min_frequency", "counter_bytes", "cold_store", "shared"}) {
+    const auto number = changed.find(name);
+    names.push_back(name);
+    values.push_back(number == changed.end() ? 0 : number->second);
+  }
+  Fields<int64_t> fields(names, values);
+  const Bounds bounds = Bounds::of(fields);
+  fields.check_all_taken();
+  return bounds;
+}
+
 void bounds_are_checked() {
-  const Bounds bounds = Bounds::of({100, 2, 30, 40, 0, 0, 5, 64, 1});
+  const Bounds bounds = bounds_of({{"max_rows", 100},
+                                   {"eviction", 2},
+                                   {"half_life", 30},
+                                   {"expiry", 40},
+                                   {"min_frequency", 5},
+                                   {"counter_bytes", 64},
+                                   {"cold_store", 1}});
   CHECK(bounds.max_rows == 100 && bounds.eviction == Eviction::kLeastFrequent && bounds.half_life == 30 &&
         bounds.expiry == 40);
-  CHECK(bounds.min_frequency == 5 && bounds.counter_bytes == 64 && bounds.cold_store);
-  for (const std::vector<int64_t>& numbers : {std::vector<int64_t>{0, 0, 0, 0, 0, 0, 0, 0},
-                                              {0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
-                                              {-1, 0, 0, 0, 0, 0, 0, 0, 0},
-                                              {0, 5, 0, 0, 0, 0, 0, 0, 0},
-                                              {0, 0, int64_t{1} << 32, 0, 0, 0, 0, 0, 0},
-                                              {0, 0, 0, 0, 0, 0, 2, 8, 0},
-                                              {0, 0, 0, 0, 0, 0, 2, 48, 0},
-                                              {0, 0, 0, 5, 5, 5, 0, 0, 0},
-                                              {0, 0, 0, 0, 5, 0, 0, 0, 0}}) {
-    CHECK_THROWS(Bounds::of(numbers), InvalidArgument);
+  CHECK(bounds.min_frequency == 5 && bounds.counter_bytes == 64 && bounds.cold_store && !bounds.shared);
+  for (const Numbers& wrong : {Numbers{{"max_rows", -1}},
+                               {{"eviction", 5}},
+                               {{"half_life", int64_t{1} << 32}},
+                               {{"unscored", int64_t{1} << 32}},
+                               {{"min_frequency", 2}, {"counter_bytes", 8}},
+                               {{"min_frequency", 2}, {"counter_bytes", 48}},
+                               {{"expiry", 5}, {"expiry_time", 5}, {"max_jump", 5}},
+                               {{"expiry_time", 5}}}) {
+    CHECK_THROWS(bounds_of(wrong), InvalidArgument);
   }
-  CHECK(Bounds::of({0, 0, 0, 0, 0, 0, 1, 0, 0}).min_frequency == 1);  // admits every id, so that nothing is counted
+  CHECK(bounds_of({{"min_frequency", 1}}).min_frequency == 1);  // admits every id, so that nothing is counted
+}
+
+void fields_have_names() {
+  Fields<int64_t> fields({"one", "two"}, {1, 2});
+  CHECK(fields.take("two") == 2);
+  CHECK_THROWS(fields.take("two"), InvalidArgument);
+  CHECK_THROWS(fields.check_all_taken(), InvalidArgument);
+  CHECK(fields.take("one") == 1);
+  fields.check_all_taken();
+  CHECK_THROWS(Fields<int64_t>({"one", "one"}, {1, 1}), InvalidArgument);
+  CHECK_THROWS(Fields<int64_t>({"one"}, {}), InvalidArgument);
 }
 
 void a_polite_reader_uses_no_other_thread() {
@@ -278,6 +314,7 @@ int main() {
   queries_about_bounds();
   ids_that_left_are_listed_since_a_mark();
   bounds_are_checked();
+  fields_have_names();
   a_polite_reader_uses_no_other_thread();
   std::puts("test_calls passed");
 }

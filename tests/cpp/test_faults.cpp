@@ -121,7 +121,7 @@ std::shared_ptr<Table> make_table(const Bounds& bounds, const char* name) {
   TableConfig config;
   config.name = name;
   config.column_end = kColumns;
-  config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+  config.init = {InitKind::kUniform, -1.0, 1.0};
   config.optimizer.kind = OptimizerKind::kAdam;
   config.optimizer.beta1 = 0.9;
   config.optimizer.beta2 = 0.99;

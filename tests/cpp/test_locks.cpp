@@ -72,7 +72,7 @@ std::shared_ptr<Table> filled(int64_t rows, Bounds bounds = {}) {
   TableConfig config;
   config.name = "t";
   config.column_end = kColumns;
-  config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+  config.init = {InitKind::kUniform, -1.0, 1.0};
   config.bounds = bounds;
   const auto table = std::make_shared<Table>(config);
   SerialExecutor serial;

@@ -61,7 +61,7 @@ std::vector<float> trained(const Bounds& bounds, int threads) {
     TableConfig config;
     config.name = "t" + std::to_string(t);
     config.column_end = kColumns;
-    config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+    config.init = {InitKind::kUniform, -1.0, 1.0};
     set_optimizer(config, OptimizerKind::kAdam);
     config.bounds = bounds;
     tables.push_back(std::make_shared<Table>(config));

@@ -127,7 +127,7 @@ uint64_t tables() {
           config.row_type = type;
           config.state_type = state;
           config.stochastic_rounding = at_random;
-          config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+          config.init = {InitKind::kUniform, -1.0, 1.0};
           set_optimizer(config, static_cast<OptimizerKind>(number));
           for (const int64_t columns : {16, 23}) train(digest, config, columns);
         }

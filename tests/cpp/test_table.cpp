@@ -28,7 +28,7 @@ std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const cha
   TableConfig config;
   config.name = name;
   config.column_end = columns;
-  config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+  config.init = {InitKind::kUniform, -1.0, 1.0};
   set_optimizer(config, kind);
   config.optimizer.max_gradient = max_gradient;
   config.optimizer.max_gradient_norm = max_gradient;
@@ -178,7 +178,7 @@ void pooling_and_its_gradients_are_those_of_doubles(bool mean) {
     TableConfig config;
     config.name = name;
     config.column_end = columns;
-    config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+    config.init = {InitKind::kUniform, -1.0, 1.0};
     config.optimizer.kind = OptimizerKind::kSgd;
     return std::make_shared<Table>(config);
   };
@@ -366,7 +366,12 @@ void shards_hold_columns_of_the_same_row() {
     TableConfig config;
     config.name = "whole";
     config.column_end = 150;
-    config.init = {kind, -0.5, 0.5, kind == InitKind::kNormal ? 2.0 : 0.0};
+    config.init.kind = kind;
+    config.init.low = -0.5;
+    config.init.high = 0.5;
+    config.init.mean = -0.5;
+    config.init.standard_deviation = 0.5;
+    config.init.truncate_std = 2.0;
     std::vector<float> whole(150);
     const int64_t id = std::numeric_limits<int64_t>::min();
     Initializer(config).fill(id, whole.data());

@@ -32,8 +32,8 @@ from torchrec_recstore import (
     set_scores,
     table_stats,
 )
-from torchrec_recstore.ops import encoded_score
 from torchrec_recstore.sharders.model_tables import recstore_tables
+from torchrec_recstore.table_fields import encoded_score
 
 from .test_reshard import build
 from .workers import run_on_ranks

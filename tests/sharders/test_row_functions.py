@@ -27,8 +27,8 @@ from torchrec_recstore import (
     save_checkpoint,
     set_scores,
 )
-from torchrec_recstore.ops import encoded_score
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
+from torchrec_recstore.table_fields import encoded_score
 
 from .models import bag, batch, collection, sequence, sequences, sharded
 

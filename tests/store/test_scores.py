@@ -28,6 +28,7 @@ from torchrec_recstore.options import (
 )
 from torchrec_recstore.store import ColdStoreError, Table
 from torchrec_recstore.store.cold_tier import ColdTier
+from torchrec_recstore.table_fields import encoded_score
 
 from .dict_store import DictStore, DictStoreOptions
 
@@ -98,9 +99,9 @@ def test_what_a_call_of_set_scores_does() -> None:
     after = table.read_rows(TEN[:5])
     assert after["frequency"].tolist() == [
         0,
-        ops.encoded_score(4),
+        encoded_score(4),
         0,
-        ops.encoded_score(3),
+        encoded_score(3),
         0,
     ]
     assert all(
@@ -113,12 +114,12 @@ def test_what_a_call_of_set_scores_does() -> None:
     assert table.set_scores(TEN[:0], floats()) == 0
     strided = torch.arange(20)[::4]
     assert table.set_scores(strided, torch.arange(10, dtype=torch.float32)[::2]) == 2
-    assert codes(table, TEN[[0, 4]]) == [ops.encoded_score(0), ops.encoded_score(2)]
+    assert codes(table, TEN[[0, 4]]) == [encoded_score(0), encoded_score(2)]
     table.lookup(TEN[:5], train=True)
     table.update(TEN[:5], torch.ones(5, 4))
     assert codes(table, TEN[[0, 4]]) == [
-        ops.encoded_score(0),
-        ops.encoded_score(2),
+        encoded_score(0),
+        encoded_score(2),
     ], "steps change no score"
 
 
@@ -161,11 +162,11 @@ def test_wrong_scores_are_refused(
 )
 def test_encoded_scores_ascend(one: float, other: float) -> None:
     """The Python code and the native code encode a score as the same number."""
-    assert (ops.encoded_score(one) < ops.encoded_score(other)) == (one < other)
+    assert (encoded_score(one) < encoded_score(other)) == (one < other)
     table = scored(1)
     table.lookup(TEN[:1], train=True)
     table.set_scores(TEN[:1], floats(one))
-    assert codes(table, TEN[:1]) == [ops.encoded_score(one)]
+    assert codes(table, TEN[:1]) == [encoded_score(one)]
 
 
 def test_options_and_their_copies() -> None:
@@ -232,7 +233,7 @@ class ScoredOracle:
         expected = [self.rows[id_] for id_ in ids.tolist()]
         assert rows["last_step"].tolist() == [step for _, step in expected]
         assert rows["frequency"].tolist() == [
-            0 if score is None else ops.encoded_score(score) for score, _ in expected
+            0 if score is None else encoded_score(score) for score, _ in expected
         ]
 
 
@@ -277,7 +278,7 @@ def test_scores_of_cold_rows(data: st.DataObject) -> None:
             assert set(part.ids.tolist()) == changed
             expected = [oracle.rows[id_][0] for id_ in part.ids.tolist()]
             assert part.rows["frequency"].tolist() == [
-                0 if x is None else ops.encoded_score(x) for x in expected
+                0 if x is None else encoded_score(x) for x in expected
             ]
             changed = set()
         oracle.check(table)
@@ -304,7 +305,7 @@ def test_cold_rows_stay_cold_and_failures_can_be_repeated() -> None:
         before.evicted,
     )
     assert codes(table, torch.arange(20)) == [
-        ops.encoded_score(float(i)) for i in range(20)
+        encoded_score(float(i)) for i in range(20)
     ]
     table.lookup(torch.tensor([3]), train=True)
     assert isinstance(table.tier, ColdTier)
@@ -326,7 +327,7 @@ def test_scores_are_copied_with_the_rows(tmp_path: Path) -> None:
         table.set_scores(TEN, torch.full((10,), 9.0))
         assert snapshot.read(10).rows["frequency"].tolist() == codes(copy, TEN)
     table.exchange_rows(copy)
-    assert codes(copy, TEN) == [ops.encoded_score(9.0)] * 10
+    assert codes(copy, TEN) == [encoded_score(9.0)] * 10
 
 
 @pytest.mark.parametrize("threads", [1, 3])

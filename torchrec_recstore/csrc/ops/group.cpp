@@ -19,16 +19,22 @@
 namespace recstore {
 namespace {
 
-int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_tables, std::vector<int64_t> routings,
+// block_rows, world_sizes, ranks and mixed are the members of the tables' routings; see Routing.
+int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_tables, std::vector<int64_t> block_rows,
+                     std::vector<int64_t> world_sizes, std::vector<int64_t> ranks, std::vector<int64_t> mixed,
                      bool mean) {
   const auto n = static_cast<int64_t>(handles.size());
-  if (routings.size() != handles.size() * 4) throw InvalidArgument("routings must have four numbers for each table");
+  for (const auto* numbers : {&block_rows, &world_sizes, &ranks, &mixed}) {
+    if (numbers->size() != handles.size()) {
+      throw InvalidArgument("routings must have a block_rows, a world_size, a rank and a mixed for each table");
+    }
+  }
   std::vector<std::shared_ptr<Table>> members;
   std::vector<Routing> member_routings;
   for (int64_t t = 0; t < n; ++t) {
     members.push_back(tables().get(handles[t]));
     if (std::count(handles.begin(), handles.end(), handles[t]) > 1) throw InvalidArgument("tables must be distinct");
-    member_routings.push_back({routings[4 * t], routings[4 * t + 1], routings[4 * t + 2], routings[4 * t + 3] != 0});
+    member_routings.push_back({block_rows[t], world_sizes[t], ranks[t], mixed[t] != 0});
   }
   for (const int64_t t : feature_tables) {
     if (t < 0 || t >= n) throw InvalidArgument("feature_tables must be positions in tables, got " + std::to_string(t));
@@ -304,7 +310,9 @@ void group_accumulated_backward(std::vector<Tensor> contexts, std::vector<Tensor
 }  // namespace recstore
 
 STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
-  m.def("group_create(int[] tables, int[] feature_tables, int[] routings, bool mean) -> int");
+  m.def(
+      "group_create(int[] tables, int[] feature_tables, int[] block_rows, int[] world_sizes, int[] ranks, int[] mixed, "
+      "bool mean) -> int");
   m.def("group_destroy(int group) -> ()");
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
   m.def("rows_forward(int[] groups, Tensor ids, int[] counts, bool train) -> (Tensor, Tensor)");

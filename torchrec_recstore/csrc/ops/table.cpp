@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/fields.h"
 #include "bounds/scores.h"
 #include "lookup/find.h"
 #include "lookup/pass.h"
@@ -25,38 +26,59 @@ constexpr int64_t kMostColumns = int64_t{1} << 24;
 constexpr int64_t kMostDepartures = int64_t{1} << 30;
 
 int64_t optimizer_load(std::string name, std::vector<std::string> states, int64_t element_states,
-                       std::vector<std::string> hyperparameters, std::vector<std::string> once, std::string row,
-                       std::string step) {
-  return load_optimizer(
-      compile_row_code({std::move(name), std::move(states), element_states, std::move(hyperparameters), std::move(once),
-                        std::move(row), std::move(step)}));
+                       std::vector<std::string> hyperparameters, std::vector<std::string> once_names,
+                       std::vector<std::string> once_expressions, std::string row, std::string step) {
+  if (once_names.size() != once_expressions.size()) {
+    throw InvalidArgument("once_expressions must have an expression for each name");
+  }
+  RowCode code;
+  code.name = std::move(name);
+  code.states = std::move(states);
+  code.element_states = element_states;
+  code.hyperparameters = std::move(hyperparameters);
+  code.once_names = std::move(once_names);
+  code.once_expressions = std::move(once_expressions);
+  code.row = std::move(row);
+  code.step = std::move(step);
+  return load_optimizer(compile_row_code(code));
 }
 
-int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
-                     int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer,
-                     std::vector<double> optimizer_numbers, int64_t row_type, bool stochastic_rounding,
-                     int64_t state_type, int64_t nonfinite, std::vector<int64_t> bounds) {
-  if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a non-empty range");
-  if (column_end > kMostColumns) {
-    throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
+// Takes an integer from 0 to `most`.
+int64_t take_up_to(Fields<int64_t>& integers, const char* name, int64_t most) {
+  const int64_t value = integers.take(name);
+  if (value < 0 || value > most) {
+    throw InvalidArgument(std::string(name) + " must be from 0 to " + std::to_string(most));
   }
-  if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
-  if (row_type < 0 || row_type > 3) throw InvalidArgument("row_type must be from 0 to 3");
-  if (state_type < 0 || state_type > 1) throw InvalidArgument("state_type must be 0 or 1");
-  if (nonfinite < 0 || nonfinite > 2) throw InvalidArgument("nonfinite must be 0, 1 or 2");
+  return value;
+}
+
+// The fields have the names of the members of TableConfig, and of what is in it. table_fields.py has the other side.
+int64_t table_create(std::string name, std::vector<std::string> integer_names, std::vector<int64_t> integers,
+                     std::vector<std::string> number_names, std::vector<double> numbers,
+                     std::vector<double> hyperparameters) {
+  Fields<int64_t> integer_fields(integer_names, integers);
+  Fields<double> number_fields(number_names, numbers);
   TableConfig config;
   config.name = std::move(name);
-  config.column_begin = column_begin;
-  config.column_end = column_end;
-  config.seed = static_cast<uint64_t>(seed);
-  config.missing_reads_init = missing_reads_init;
-  config.init = {static_cast<InitKind>(init), init_a, init_b, init_truncate};
-  config.row_type = static_cast<RowType>(row_type);
-  config.stochastic_rounding = stochastic_rounding;
-  config.state_type = static_cast<StateType>(state_type);
-  config.nonfinite = static_cast<Nonfinite>(nonfinite);
-  config.bounds = Bounds::of(bounds);
-  config.optimizer = OptimizerConfig::of(optimizer, optimizer_numbers);
+  config.column_begin = integer_fields.take("column_begin");
+  config.column_end = integer_fields.take("column_end");
+  if (config.column_begin < 0 || config.column_end <= config.column_begin) {
+    throw InvalidArgument("columns must be a non-empty range");
+  }
+  if (config.column_end > kMostColumns) {
+    throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(config.column_end));
+  }
+  config.seed = static_cast<uint64_t>(integer_fields.take("seed"));
+  config.missing_reads_init = integer_fields.take("missing_reads_init") != 0;
+  config.init = InitConfig::of(integer_fields.take("init"), number_fields);
+  config.row_type = static_cast<RowType>(take_up_to(integer_fields, "row_type", 3));
+  config.stochastic_rounding = integer_fields.take("stochastic_rounding") != 0;
+  config.state_type = static_cast<StateType>(take_up_to(integer_fields, "state_type", 1));
+  config.nonfinite = static_cast<Nonfinite>(take_up_to(integer_fields, "nonfinite", 2));
+  config.bounds = Bounds::of(integer_fields);
+  config.optimizer = OptimizerConfig::of(integer_fields.take("optimizer"), number_fields, std::move(hyperparameters));
+  integer_fields.check_all_taken();
+  number_fields.check_all_taken();
   row_loops();  // throws if RECSTORE_ISA is wrong
   return tables().add(std::make_shared<Table>(std::move(config)));
 }
@@ -310,14 +332,11 @@ void table_exchange_rows(int64_t table, int64_t other) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def(
-      "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float "
-      "init_a, "
-      "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers, int row_type, "
-      "bool stochastic_rounding, int state_type, int nonfinite, int[] bounds) -> int");
+      "table_create(str name, str[] integer_names, int[] integers, str[] number_names, float[] numbers, "
+      "float[] hyperparameters) -> int");
   m.def(
-      "optimizer_load(str name, str[] states, int element_states, str[] hyperparameters, str[] once, str row, str "
-      "step) "
-      "-> int");
+      "optimizer_load(str name, str[] states, int element_states, str[] hyperparameters, str[] once_names, "
+      "str[] once_expressions, str row, str step) -> int");
   m.def("table_destroy(int table) -> ()");
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
   m.def("table_read(int table, Tensor ids, Tensor(a!) out) -> ()");

@@ -83,7 +83,7 @@ void check_names(const RowCode& code) {
   std::vector<std::string> names{code.name};
   names.insert(names.end(), code.states.begin(), code.states.end());
   names.insert(names.end(), code.hyperparameters.begin(), code.hyperparameters.end());
-  for (size_t i = 0; i < code.once.size(); i += 2) names.push_back(code.once[i]);
+  names.insert(names.end(), code.once_names.begin(), code.once_names.end());
   for (const std::string& name : names) {
     const auto is_letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); };
     const auto fits = [&](char c) { return is_letter(c) || (c >= '0' && c <= '9') || c == '_'; };
@@ -110,7 +110,9 @@ bool is_square(const std::string& name) {
 std::string lists(const RowCode& code) {
   std::string once = "#define ONCE(X)", elements = "\n#define ELEMENTS(X)", row_states = "\n#define ROW_STATES(X)";
   std::string hyperparameters = "\n#define HYPERPARAMETERS(X)";
-  for (size_t i = 0; i + 1 < code.once.size(); i += 2) once += " X(" + code.once[i] + ", " + code.once[i + 1] + ")";
+  for (size_t i = 0; i < code.once_names.size(); ++i) {
+    once += " X(" + code.once_names[i] + ", " + code.once_expressions[i] + ")";
+  }
   for (size_t i = 0; i < code.states.size(); ++i) {
     auto& list = static_cast<int64_t>(i) < code.element_states ? elements : row_states;
     list += " X(" + code.states[i] + ", " + (is_square(code.states[i]) ? "1" : "0") + ")";

@@ -12,9 +12,10 @@ struct RowCode {
   std::vector<std::string> states;           // their names; element-wise states come first
   int64_t element_states;                    // number of them
   std::vector<std::string> hyperparameters;  // their names
-  std::vector<std::string> once;             // name and expression in turn
-  std::string row;                           // the statements of a row
-  std::string step;                          // the statements of an element
+  std::vector<std::string> once_names;
+  std::vector<std::string> once_expressions;  // one for each name
+  std::string row;                            // the statements of a row
+  std::string step;                           // the statements of an element
 };
 
 // Compiles the code with $CXX (default: g++) for the instruction set of row_loops(), unless a process has done so

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
+#include "base/fields.h"
 #include "rows/optimizer.h"
 
 namespace recstore {
@@ -59,11 +59,20 @@ enum class Nonfinite : int64_t { kPass = 0, kSkip = 1, kRaise = 2 };
 
 enum class InitKind : int64_t { kUniform = 0, kNormal = 1, kConstant = 2 };
 
+// The initial weights of rows: UniformInit, NormalInit and ConstantInit in torchrec_recstore/options.py. A kind reads
+// its own numbers alone.
 struct InitConfig {
   InitKind kind = InitKind::kConstant;
-  double a = 0.0;         // uniform: low; normal: mean; constant: value
-  double b = 0.0;         // uniform: high; normal: standard deviation
-  double truncate = 0.0;  // normal: bound in standard deviations, 0 for no bound
+  double low = 0.0;
+  double high = 0.0;
+  double mean = 0.0;
+  double standard_deviation = 0.0;
+  double truncate_std = 0.0;  // 0 for no bound
+  double value = 0.0;
+
+  // Takes the fields init_low, init_high, init_mean, init_std, init_truncate_std and init_value. Throws InvalidArgument
+  // if one of them is missing or the kind is unknown.
+  static InitConfig of(int64_t kind, Fields<double>& numbers);
 };
 
 // kLeastFrequent counts the steps that look up a row, kLeastOccurring the occurrences of its id in their batches. The
@@ -90,10 +99,8 @@ struct Bounds {
   bool cold_store = false;    // evicted rows move to a cold store: the caller moves them, and no row leaves on its own
   bool shared = false;        // other tables write to the cold store
 
-  // Makes bounds of nine numbers: those above in their order, without `unscored` and `shared`. The third number is the
-  // half-life, or for kLeastScored the number `unscored`. The last number is 2 if the cold store is shared. Throws
-  // InvalidArgument if a number is out of range.
-  static Bounds of(const std::vector<int64_t>& numbers);
+  // Takes the fields that have the names above. Throws InvalidArgument if a field is missing or out of range.
+  static Bounds of(Fields<int64_t>& fields);
 
   bool operator==(const Bounds& other) const {
     return max_rows == other.max_rows && eviction == other.eviction && half_life == other.half_life &&

@@ -94,9 +94,9 @@ Initializer::Initializer(const TableConfig& config)
       column_end_(config.column_end),
       key_(splitmix(config.seed ^ splitmix(fnv1a(config.name)))) {
   if (row_type_ == RowType::kInt8 && config.columns() > kMostOnStack) wide_ = std::make_shared<Wide>(config.columns());
-  if (init_.kind == InitKind::kNormal && init_.truncate > 0) {
-    cdf_low_ = normal_cdf(-init_.truncate);
-    cdf_high_ = normal_cdf(init_.truncate);
+  if (init_.kind == InitKind::kNormal && init_.truncate_std > 0) {
+    cdf_low_ = normal_cdf(-init_.truncate_std);
+    cdf_high_ = normal_cdf(init_.truncate_std);
   }
 }
 
@@ -125,11 +125,13 @@ void Initializer::fill(int64_t id, float* row) const {
 
 void Initializer::fill_columns(int64_t id, int64_t begin, int64_t end, float* weights) const {
   if (init_.kind == InitKind::kConstant) {
-    std::fill_n(weights, end - begin, static_cast<float>(init_.a));
+    std::fill_n(weights, end - begin, static_cast<float>(init_.value));
     return;
   }
   if (init_.kind == InitKind::kUniform) {
-    row_loops().fill_uniform(key_, id, begin, end, static_cast<float>(init_.a), static_cast<float>(init_.b), weights);
+    const auto low = static_cast<float>(init_.low);
+    const auto high = static_cast<float>(init_.high);
+    row_loops().fill_uniform(key_, id, begin, end, low, high, weights);
     return;
   }
   constexpr int kLanes = 4;
@@ -141,7 +143,7 @@ void Initializer::fill_columns(int64_t id, int64_t begin, int64_t end, float* we
       const uint32_t word = words[column % 4][(column - first) / 4];
       const double u = (word + 0.5) * 0x1p-32;  // in (0, 1)
       const double z = normal_quantile(cdf_low_ + u * (cdf_high_ - cdf_low_));
-      weights[column - begin] = static_cast<float>(init_.a + init_.b * z);
+      weights[column - begin] = static_cast<float>(init_.mean + init_.standard_deviation * z);
     }
   }
 }

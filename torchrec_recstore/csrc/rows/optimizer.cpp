@@ -7,13 +7,13 @@
 #include <deque>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 
 namespace recstore {
 namespace {
 
-constexpr size_t kNumbers = 15;
 constexpr int64_t kStepVersion = 1;
 
 // The user-defined optimizers of the process, which are never unloaded. A deque, because configurations point into it.
@@ -57,45 +57,55 @@ int64_t load_optimizer(const std::string& path) {
   return kind;
 }
 
-OptimizerConfig OptimizerConfig::of(int64_t kind, const std::vector<double>& numbers) {
+OptimizerConfig OptimizerConfig::of(int64_t kind, Fields<double>& numbers, std::vector<double> hyperparameters) {
   OptimizerConfig config;
   config.kind = static_cast<OptimizerKind>(kind);
-  size_t count = kNumbers;
   {
     UserSteps& user = user_steps();
     const std::lock_guard<std::mutex> lock(user.mutex);
     const auto kinds = kOptimizers + static_cast<int64_t>(user.steps.size());
     if (kind < 0 || kind >= kinds) throw InvalidArgument("optimizer must be from 0 to " + std::to_string(kinds - 1));
-    if (kind >= kOptimizers) {
-      config.user = &user.steps[static_cast<size_t>(kind - kOptimizers)];
-      count += static_cast<size_t>(config.user->hyperparameters);
+    if (kind >= kOptimizers) config.user = &user.steps[static_cast<size_t>(kind - kOptimizers)];
+  }
+  const auto take = [&](const char* name) {
+    const double number = numbers.take(name);
+    if (!std::isfinite(number) || number < 0.0) {
+      throw InvalidArgument("optimizer: " + std::string(name) + " must be finite and not negative");
     }
+    return number;
+  };
+  const auto take_below_one = [&](const char* name) {
+    const double number = take(name);
+    if (number >= 1.0) throw InvalidArgument("optimizer: " + std::string(name) + " must be below 1");
+    return number;
+  };
+  config.eps = take("eps");
+  config.weight_decay = take("weight_decay");
+  config.decouple = take("decouple") != 0.0;
+  config.momentum = take_below_one("momentum");
+  config.beta1 = take_below_one("beta1");
+  config.beta2 = take_below_one("beta2");
+  config.eta = take("eta");
+  config.alpha = take_below_one("alpha");
+  config.l1 = take("l1");
+  config.l2 = take("l2");
+  config.lr_power = numbers.take("lr_power");
+  if (!std::isfinite(config.lr_power) || config.lr_power > 0.0) {
+    throw InvalidArgument("optimizer: lr_power must be finite and not positive");
   }
-  if (numbers.size() != count) {
-    throw InvalidArgument("optimizer_numbers must hold " + std::to_string(count) + " numbers, got " +
-                          std::to_string(numbers.size()));
+  config.beta = take("beta");
+  config.max_gradient = take("max_gradient");
+  config.max_gradient_norm = take("max_gradient_norm");
+  config.max_norm = take("max_norm");
+  const int64_t needed = config.user == nullptr ? 0 : config.user->hyperparameters;
+  if (static_cast<int64_t>(hyperparameters.size()) != needed) {
+    throw InvalidArgument("hyperparameters must hold " + std::to_string(needed) + " numbers, got " +
+                          std::to_string(hyperparameters.size()));
   }
-  const double* next = numbers.data();
-  config.eps = *next++;
-  config.weight_decay = *next++;
-  config.decouple = *next++ != 0.0;
-  for (double* number :
-       {&config.momentum, &config.beta1, &config.beta2, &config.eta, &config.alpha, &config.l1, &config.l2,
-        &config.lr_power, &config.beta, &config.max_gradient, &config.max_gradient_norm, &config.max_norm}) {
-    *number = *next++;
+  for (const double hyperparameter : hyperparameters) {
+    if (!std::isfinite(hyperparameter)) throw InvalidArgument("hyperparameters must be finite");
   }
-  config.hyperparameters.assign(next, numbers.data() + numbers.size());
-  for (const double& number : numbers) {
-    const bool is_lr_power = &number - numbers.data() == 10, is_users = &number >= next;
-    if (!std::isfinite(number) || (!is_users && (is_lr_power ? number > 0.0 : number < 0.0))) {
-      throw InvalidArgument(
-          "optimizer_numbers must be finite; lr_power must not be positive, and the other numbers must not be "
-          "negative");
-    }
-  }
-  if (config.momentum >= 1.0 || config.beta1 >= 1.0 || config.beta2 >= 1.0 || config.alpha >= 1.0) {
-    throw InvalidArgument("optimizer_numbers: momentum, beta1, beta2 and alpha must be below 1");
-  }
+  config.hyperparameters = std::move(hyperparameters);
   return config;
 }
 

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "base/fields.h"
+
 namespace recstore {
 
 // A state that an optimizer keeps for each row between updates.
@@ -84,9 +86,9 @@ struct OptimizerConfig {
   const UserStep* user = nullptr;       // a user-defined optimizer, which reads none of the numbers before max_gradient
   std::vector<double> hyperparameters;  // of the user-defined optimizer
 
-  // Makes a configuration of the fifteen numbers above, in their order, without the kind. The hyperparameters of a
-  // user-defined optimizer follow. Throws InvalidArgument.
-  static OptimizerConfig of(int64_t kind, const std::vector<double>& numbers);
+  // Takes the fields that have the names above. hyperparameters: those of a user-defined optimizer, in the order of
+  // their names in RowCode. Throws InvalidArgument if a field is missing or out of range.
+  static OptimizerConfig of(int64_t kind, Fields<double>& numbers, std::vector<double> hyperparameters);
 
   std::vector<OptimizerState> states() const;
   // Number of element-wise states.
