@@ -147,20 +147,23 @@ RECSTORE_EXPORT void recstore_request_text(const char* message, int64_t size, ch
       *out++ = ' ';
     };
     number(static_cast<uint64_t>(request.call));
-    for (const std::string* each : {&request.table, &request.epoch, &request.client}) text(*each);
-    const auto kind =
-        request.call == Call::kPull ? static_cast<uint64_t>(request.want) : static_cast<uint64_t>(request.kind);
-    for (const uint64_t each : {kind, request.request, request.done_before, request.ids, uint64_t{request.float32}}) {
-      number(each);
-    }
-    for (const uint64_t each : request.sizes) number(each);
-    for (const TableIds& each : request.tables) {
-      text(each.table);
-      number(each.ids);
-      number(each.zeros ? 1 : 0);
+    text(request.table);
+    text(request.epoch);
+    text(request.client);
+    const bool is_pull = request.call == Call::kPull;
+    number(is_pull ? static_cast<uint64_t>(request.want) : static_cast<uint64_t>(request.kind));
+    number(request.request);
+    number(request.done_before);
+    number(request.ids);
+    number(request.float32 ? 1 : 0);
+    for (const uint64_t size_of_array : request.sizes) number(size_of_array);
+    for (const TableIds& table : request.tables) {
+      text(table.table);
+      number(table.ids);
+      number(table.zeros ? 1 : 0);
       uint64_t rate = 0;
-      if (each.learning_rate.has_value()) std::memcpy(&rate, &*each.learning_rate, 8);
-      number(each.learning_rate.has_value() ? 1 : 0);
+      if (table.learning_rate.has_value()) std::memcpy(&rate, &*table.learning_rate, 8);
+      number(table.learning_rate.has_value() ? 1 : 0);
       number(rate);
     }
     *out = 0;
@@ -183,8 +186,8 @@ RECSTORE_EXPORT void recstore_counts_ids(Counts* counts, const char* operation, 
 }
 RECSTORE_EXPORT void recstore_counts_each(Counts* counts,
                                           void (*visit)(const char*, const char*, const char*, double)) {
-  counts->for_each([&](const char* kind, const std::string& one, const std::string& other, double value) {
-    visit(kind, one.c_str(), other.c_str(), value);
+  counts->for_each([&](const char* kind, const std::string& label, const std::string& detail, double value) {
+    visit(kind, label.c_str(), detail.c_str(), value);
   });
 }
 

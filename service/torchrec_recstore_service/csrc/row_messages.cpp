@@ -64,25 +64,38 @@ RowRequest parse_request(const char* data, size_t size) {
   bool has_call = false;
   for (Reader reader(data, size); reader.next();) {
     const uint64_t field = reader.field("-22000022");
-    const Call call = field == 1   ? Call::kPull
-                      : field == 2 ? Call::kWrite
-                      : field == 7 ? Call::kDescribe
-                                   : Call::kAttach;
-    if (field == 1 || field == 2 || field == 7 || field == 8) {
-      if (has_call && request.call != call) {  // the call replaces the one before; one of the same kind is added to it
+    // A call replaces the one before, and one of the same kind is added to it.
+    const auto begin_call = [&](Call call) {
+      if (has_call && request.call != call) {
         const auto sizes = request.sizes;
         request = {};
         request.sizes = sizes;
       }
       has_call = true;
       request.call = call;
-      if (call == Call::kPull) read_pull(reader.message(), request);
-      if (call == Call::kWrite) read_write(reader.message(), request);
-      if (field > 6) check_message(reader.message());
-    } else if (field >= 3 && field <= 6) {
-      request.sizes[field - 3] = reader.number();
-    } else {
-      reader.skip();
+    };
+    switch (field) {
+      case 1:
+        begin_call(Call::kPull);
+        read_pull(reader.message(), request);
+        break;
+      case 2:
+        begin_call(Call::kWrite);
+        read_write(reader.message(), request);
+        break;
+      case 3:
+      case 4:
+      case 5:
+      case 6: request.sizes[field - 3] = reader.number(); break;
+      case 7:
+        begin_call(Call::kDescribe);
+        check_message(reader.message());
+        break;
+      case 8:
+        begin_call(Call::kAttach);
+        check_message(reader.message());
+        break;
+      default: reader.skip();
     }
   }
   if (!has_call) invalid("the message has no call that this server knows");

@@ -35,11 +35,21 @@ constexpr uint32_t kMostMessageBytes = uint32_t{1} << 20;
 constexpr uint64_t kMostPullBytes = uint64_t{8} << 22;
 constexpr size_t kChunk = size_t{1} << 16;  // bytes that are read at once before the size of a request is known
 constexpr size_t kAlignment = 64;
-constexpr int64_t kTcpPart = int64_t{1} << 19, kMemoryPart = int64_t{1} << 21;  // bytes of rows that are read at once
-constexpr int64_t kMostByMemory = 64;                                           // connections
-constexpr const char* kCallNames[] = {"Write", "Pull", "Describe", "Attach"};   // of a Call, in the metrics
-constexpr int64_t kListener = 0, kMemoryListener = -2;
-constexpr double kHelloS = 10, kMemoryS = 10, kDiscardS = 2;
+// Bytes of rows that are read at once, for a connection by TCP and for one by shared memory.
+constexpr int64_t kTcpPart = int64_t{1} << 19;
+constexpr int64_t kMemoryPart = int64_t{1} << 21;
+constexpr int64_t kMostByMemory = 64;  // connections by shared memory
+// The names of the values of Call, in the metrics.
+constexpr const char* kCallNames[] = {"Write", "Pull", "Describe", "Attach"};
+// What epoll reports for the sockets that are no connection.
+constexpr int64_t kListener = 0;
+constexpr int64_t kWake = -1;
+constexpr int64_t kMemoryListener = -2;
+// The seconds after which the server ends a connection that does not begin, a call that waits for memory, and a
+// connection whose last bytes it discards.
+constexpr double kHelloS = 10;
+constexpr double kMemoryS = 10;
+constexpr double kDiscardS = 2;
 constexpr int kMostAccepted = 64;   // connections that a thread takes before it looks for other work
 constexpr int kMostDiscarded = 16;  // chunks, likewise
 constexpr auto kWatchPause = std::chrono::milliseconds(25);
@@ -83,6 +93,35 @@ bool same(const std::string& one, const std::string& other) {
   return difference == 0;
 }
 
+// Lets epoll report once that a socket can be read. number: kListener, kMemoryListener, or the number of a connection.
+bool add_to_epoll(int epoll, int fd, int64_t number) {
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLONESHOT;
+  event.data.u64 = static_cast<uint64_t>(number);
+  return epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+// Whether the next client can be accepted at once, after accept4() has failed. Waits if the system lacks resources.
+bool accepts_next() {
+  if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  return errno == ECONNABORTED || errno == EINTR;
+}
+
+// A client that is gone is found after half a minute.
+void set_options(int fd) {
+  const int on = 1;
+  const int idle = 20;
+  const int interval = 5;
+  const int probes = 2;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+}
+
 }  // namespace
 
 struct Connection {
@@ -121,7 +160,9 @@ struct Connection {
   std::unique_ptr<Pull> pull;
   Buffer out;
   size_t out_size = 0;
-  size_t out_at = 0, out_end = 0;  // the bytes of `out` that were not sent yet
+  // The bytes of `out` that were not sent yet are [out_at, out_end).
+  size_t out_at = 0;
+  size_t out_end = 0;
   bool close = false;
   bool in_call = false;
 
@@ -141,7 +182,9 @@ struct Connection {
   bool fit(std::initializer_list<uint64_t> sizes) const {
     uint64_t end = 0;
     for (const uint64_t size : sizes) {
-      if (size > segment_bytes || (end += rounded(size)) > segment_bytes) return false;
+      if (size > segment_bytes) return false;
+      end += rounded(size);
+      if (end > segment_bytes) return false;
     }
     return true;
   }
@@ -191,7 +234,7 @@ RowServer::RowServer(RowCalls& calls, Counts& counts, RequestMemory& memory, int
   if (epoll_ < 0 || wake_ < 0) throw std::system_error(errno, std::generic_category());
   epoll_event event{};
   event.events = EPOLLIN;  // not once: it wakes all threads
-  event.data.u64 = static_cast<uint64_t>(-1);
+  event.data.u64 = static_cast<uint64_t>(kWake);
   epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
   try {
     for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
@@ -231,10 +274,7 @@ void RowServer::listen_memory(size_t segment_bytes, size_t packet_bytes) {
     const std::lock_guard<std::mutex> lock(settings_);
     memory_secret_ = random_text();
   }
-  epoll_event event{};
-  event.events = EPOLLIN | EPOLLONESHOT;
-  event.data.u64 = static_cast<uint64_t>(kMemoryListener);
-  epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+  add_to_epoll(epoll_, fd, kMemoryListener);
 }
 
 std::pair<std::string, std::string> RowServer::memory_offer() {
@@ -244,20 +284,22 @@ std::pair<std::string, std::string> RowServer::memory_offer() {
 }
 
 int RowServer::listen(const std::string& host, int port) {
-  addrinfo hints{}, *found = nullptr;
+  addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
-  const int failed = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  addrinfo* addresses = nullptr;
+  const int failed = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &addresses);
   if (failed != 0) throw std::runtime_error(gai_strerror(failed));
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(addresses, freeaddrinfo);
   std::string why = "the host has no address";
-  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
-    const int fd = socket(each->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  for (const addrinfo* info = addresses; info != nullptr; info = info->ai_next) {
+    const int fd = socket(info->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) continue;
-    const int on = 1, off = 0;
+    const int on = 1;
+    const int off = 0;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (each->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    if (bind(fd, each->ai_addr, each->ai_addrlen) != 0 || ::listen(fd, 1024) != 0) {
+    if (info->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    if (bind(fd, info->ai_addr, info->ai_addrlen) != 0 || ::listen(fd, 1024) != 0) {
       why = std::strerror(errno);
       ::close(fd);
       continue;
@@ -266,12 +308,9 @@ int RowServer::listen(const std::string& host, int port) {
     socklen_t size = sizeof address;
     getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size);
     listener_ = fd;
-    epoll_event event{};
-    event.events = EPOLLIN | EPOLLONESHOT;
-    event.data.u64 = kListener;
-    epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
-    return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
-                                               : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+    add_to_epoll(epoll_, fd, kListener);
+    if (address.ss_family == AF_INET6) return ntohs(reinterpret_cast<sockaddr_in6*>(&address)->sin6_port);
+    return ntohs(reinterpret_cast<sockaddr_in*>(&address)->sin_port);
   }
   throw std::runtime_error(why);
 }
@@ -306,11 +345,16 @@ void RowServer::work() {
   while (!stopped_) {
     epoll_event event{};
     const int n = epoll_wait(epoll_, &event, 1, -1);
-    if (n <= 0 || event.data.u64 == static_cast<uint64_t>(-1)) continue;
-    const bool by_memory = event.data.u64 == static_cast<uint64_t>(kMemoryListener);
-    if (by_memory || event.data.u64 == static_cast<uint64_t>(kListener)) {
+    const auto number = static_cast<int64_t>(event.data.u64);
+    if (n <= 0 || number == kWake) continue;
+    const bool by_memory = number == kMemoryListener;
+    if (by_memory || number == kListener) {
       try {
-        by_memory ? accept_memory() : accept();
+        if (by_memory) {
+          accept_memory();
+        } else {
+          accept();
+        }
       } catch (const std::exception&) {  // no memory for the connection
       }
       if (!stopping_) {
@@ -322,8 +366,8 @@ void RowServer::work() {
     std::shared_ptr<Connection> connection;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      const auto found = connections_.find(static_cast<int64_t>(event.data.u64));
-      if (found != connections_.end()) connection = found->second;
+      const auto entry = connections_.find(number);
+      if (entry != connections_.end()) connection = entry->second;
     }
     if (connection != nullptr) handle(*connection);
   }
@@ -333,85 +377,72 @@ void RowServer::accept() {
   for (int accepted = 0; accepted < kMostAccepted && !stopping_; ++accepted) {
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
-      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      }
-      if (errno == ECONNABORTED || errno == EINTR) continue;
+      if (accepts_next()) continue;
       return;
     }
-    std::shared_ptr<Connection> made;
+    std::shared_ptr<Connection> connection;
     try {
-      made = std::make_shared<Connection>();
+      connection = std::make_shared<Connection>();
     } catch (const std::bad_alloc&) {
       ::close(fd);
       throw;
     }
-    made->fd = fd;  // closed with the connection
-    const int on = 1, idle = 20, interval = 5, probes = 2;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);  // a client that is gone is found after half a minute
-    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
-    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
-    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+    connection->fd = fd;  // closed with the connection
+    set_options(fd);
     std::shared_ptr<TlsContext> tls;
     {
       const std::lock_guard<std::mutex> lock(settings_);
       tls = tls_;
     }
-    if (tls != nullptr && (made->tls = tls->stream(fd)) == nullptr) continue;
-    made->enter(tls == nullptr ? State::kHello : State::kShake);
+    if (tls != nullptr) {
+      connection->tls = tls->stream(fd);
+      if (connection->tls == nullptr) continue;
+    }
+    connection->enter(tls == nullptr ? State::kHello : State::kShake);
     make_room();
-    epoll_event event{};
-    event.events = EPOLLIN | EPOLLONESHOT;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_ || static_cast<int64_t>(connections_.size()) - by_memory_ >= 2 * most_connections_) continue;
-    made->number = next_++;
-    event.data.u64 = static_cast<uint64_t>(made->number);
-    connections_[made->number] = made;
-    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) connections_.erase(made->number);
+    connection->number = next_++;
+    connections_[connection->number] = connection;
+    if (!add_to_epoll(epoll_, fd, connection->number)) connections_.erase(connection->number);
   }
 }
 
 void RowServer::accept_memory() {
   for (int accepted = 0; accepted < kMostAccepted && !stopping_; ++accepted) {
-    auto made = std::make_shared<Connection>();
-    made->fd = accept4(memory_listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (made->fd < 0) {
-      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      }
-      if (errno == ECONNABORTED || errno == EINTR) continue;
+    auto connection = std::make_shared<Connection>();
+    connection->fd = accept4(memory_listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (connection->fd < 0) {
+      if (accepts_next()) continue;
       return;
     }
     ucred peer{};
     socklen_t size = sizeof peer;
-    if (getsockopt(made->fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != geteuid()) continue;
-    made->by_memory = true;
-    made->enter(State::kHello);
+    if (getsockopt(connection->fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != geteuid()) continue;
+    connection->by_memory = true;
+    connection->enter(State::kHello);
     std::string token;
     {
       const std::lock_guard<std::mutex> lock(settings_);
       token = token_;
     }
-    epoll_event event{};
-    event.events = EPOLLIN | EPOLLONESHOT;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_) continue;
     if (by_memory_ >= std::min<int64_t>(kMostByMemory, static_cast<int64_t>(memory_.limit() / segment_bytes_))) {
-      for (const auto& [number, each] : connections_) {  // makes room for the next one
-        if (each->by_memory && each->state == State::kMessage && !same(each->token, token)) {
-          ::shutdown(each->fd, SHUT_RDWR);
+      // Makes room for the next client: the connections that have an old token and no call leave.
+      for (const auto& [number, other] : connections_) {
+        if (other->by_memory && other->state == State::kMessage && !same(other->token, token)) {
+          ::shutdown(other->fd, SHUT_RDWR);
         }
       }
       continue;
     }
-    made->number = next_++;
-    event.data.u64 = static_cast<uint64_t>(made->number);
-    connections_[made->number] = made;
-    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, made->fd, &event) != 0) {
-      connections_.erase(made->number);
-    } else {
+    connection->number = next_++;
+    connections_[connection->number] = connection;
+    if (add_to_epoll(epoll_, connection->fd, connection->number)) {
       ++by_memory_;
+    } else {
+      connections_.erase(connection->number);
     }
   }
 }
@@ -423,13 +454,11 @@ void RowServer::make_room() {
   if (static_cast<int64_t>(connections_.size()) - by_memory_ < most_connections_) return;
   std::shared_ptr<Connection> oldest;
   const auto rank = [](const Connection& c) { return std::make_pair(c.state == State::kMessage, c.since.load()); };
-  for (const auto& [number, each] : connections_) {
-    const State state = each->state;
-    if (each->by_memory || each->leaves ||
-        (state != State::kShake && state != State::kHello && state != State::kMessage)) {
-      continue;
-    }
-    if (oldest == nullptr || rank(*each) < rank(*oldest)) oldest = each;
+  for (const auto& [number, connection] : connections_) {
+    const State state = connection->state;
+    const bool is_idle = state == State::kShake || state == State::kHello || state == State::kMessage;
+    if (connection->by_memory || connection->leaves || !is_idle) continue;
+    if (oldest == nullptr || rank(*connection) < rank(*oldest)) oldest = connection;
   }
   if (oldest == nullptr) return;
   oldest->leaves = true;
@@ -541,17 +570,16 @@ RowServer::Step RowServer::hello(Connection& c) {
   // The secret of a primary is for this server alone. A primary of an earlier release knows no name of its backup.
   const bool is_known = version == kVersion || (version == kUnnamedVersion && c.from_primary);
   if (!is_known) {
-    const std::string versions = "version " + std::to_string(version) +
-                                 " of the protocol for rows, the server version " + std::to_string(kVersion);
-    return refuse(c, {kFailedPrecondition, "the client speaks " + versions + ": install the same release on both", ""},
-                  true);
+    const std::string details = "the client speaks version " + std::to_string(version) +
+                                " of the protocol for rows, the server version " + std::to_string(kVersion) +
+                                ": install the same release on both";
+    return refuse(c, {kFailedPrecondition, details, ""}, true);
   }
   // A wrong server may have another token, and says before that it is the wrong one.
   if (!name.empty() && name != name_) {
-    const std::string given = is_utf8(name.data(), name.size()) ? name : "?";
-    return refuse(
-        c, {kFailedPrecondition, "the connection is for the server " + given + " and has reached another server", ""},
-        true);
+    const std::string shown = is_utf8(name.data(), name.size()) ? name : "?";
+    const std::string details = "the connection is for the server " + shown + " and has reached another server";
+    return refuse(c, {kFailedPrecondition, details, ""}, true);
   }
   const Status refused = check(c);
   if (refused.code != kOk) return refuse(c, refused, true);
@@ -615,9 +643,8 @@ RowServer::Step RowServer::packet(Connection& c) {
   if (n < 0 && (errno == EAGAIN || errno == EINTR)) return Step::kWaitRead;
   if (n <= 0) return Step::kEnd;
   if (n > static_cast<ssize_t>(packet_bytes_)) {
-    return refuse(
-        c, {kInvalidArgument, "a message may have at most " + std::to_string(packet_bytes_) + " bytes", "ValueError"},
-        false);
+    const std::string details = "a message may have at most " + std::to_string(packet_bytes_) + " bytes";
+    return refuse(c, {kInvalidArgument, details, "ValueError"}, false);
   }
   c.message.assign(bytes.data(), static_cast<size_t>(n));
   return Step::kAgain;
@@ -639,6 +666,11 @@ RowServer::Step RowServer::framed(Connection& c) {
   return Step::kAgain;
 }
 
+// The most bytes that the arrays of a request may have.
+uint64_t RowServer::most_request_bytes(const RowRequest& request) const {
+  return request.is_write() ? std::min<uint64_t>(memory_.limit(), most_write_bytes_) : kMostPullBytes;
+}
+
 RowServer::Step RowServer::message(Connection& c) {
   c.request = {};
   const Step step = c.by_memory ? packet(c) : framed(c);
@@ -655,32 +687,32 @@ RowServer::Step RowServer::message(Connection& c) {
   } catch (const CallFailed& failed) {
     return refuse(c, failed.status(), !c.by_memory);  // the sizes of its arrays are not known
   }
-  const uint64_t bytes = c.request.bytes();
-  const bool memory_is_less = c.request.is_write() && memory_.limit() < most_write_bytes_;
-  const uint64_t most = !c.request.is_write() ? kMostPullBytes : memory_is_less ? memory_.limit() : most_write_bytes_;
   const auto& sizes = c.request.sizes;
   if (c.by_memory && !c.fit({sizes[0], sizes[1], sizes[2], sizes[3]})) return refuse(c, c.unfit(), false);
-  // No overflow.
-  if ((c.by_memory && !c.request.is_write()) ||
-      (bytes <= most && *std::max_element(sizes.begin(), sizes.end()) <= most)) {
+  const bool is_read_by_memory = c.by_memory && !c.request.is_write();
+  const uint64_t most_bytes = most_request_bytes(c.request);
+  // The sum of the sizes may overflow, so that each of them is compared, too.
+  const uint64_t largest = *std::max_element(sizes.begin(), sizes.end());
+  if (is_read_by_memory || (c.request.bytes() <= most_bytes && largest <= most_bytes)) {
     c.enter(State::kMemory);
     return Step::kAgain;
   }
-  const std::string what = !c.request.is_write() ? "a read may have at most 4194304 ids"
-                           : memory_is_less
-                               ? "a request may have at most " + std::to_string(most) + " bytes (--max-request-memory)"
-                               : "a write may have at most " + std::to_string(most / 128) + " ids and " +
-                                     std::to_string(most) + " bytes (--max-write)";
-  return refuse(c, {kInvalidArgument, what + ": split it", "ValueError"}, !c.by_memory);
+  std::string limit = "a read may have at most 4194304 ids";
+  if (c.request.is_write()) {
+    const std::string bytes = std::to_string(most_bytes) + " bytes";
+    limit = most_bytes < most_write_bytes_ ? "a request may have at most " + bytes + " (--max-request-memory)"
+                                           : "a write may have at most " + std::to_string(most_bytes / 128) +
+                                                 " ids and " + bytes + " (--max-write)";
+  }
+  return refuse(c, {kInvalidArgument, limit + ": split it", "ValueError"}, !c.by_memory);
 }
 
 RowServer::Step RowServer::memory(Connection& c) {
   const uint64_t bytes = c.request.bytes();
   if (!memory_.take(bytes)) {
     if (now() - c.since > kMemoryS || stopping_) {
-      return refuse(
-          c, {kUnavailable, "the running requests of all clients take --max-request-memory: repeat the call", ""},
-          !c.by_memory);
+      const char* details = "the running requests of all clients take --max-request-memory: repeat the call";
+      return refuse(c, {kUnavailable, details, ""}, !c.by_memory);
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!memory_.take(bytes)) {  // what is given back from now on wakes the connection
@@ -691,9 +723,9 @@ RowServer::Step RowServer::memory(Connection& c) {
   c.held = bytes;
   const auto& sizes = c.request.sizes;
   const bool in_segment = c.by_memory && calls_.reads_once(c.request);  // the gradients of an update are only added
+  const size_t copied_values = in_segment ? 0 : rounded(sizes[1]);
   try {
-    c.arrays =
-        new_buffer(rounded(sizes[0]) + (in_segment ? 0 : rounded(sizes[1])) + rounded(sizes[2]) + rounded(sizes[3]));
+    c.arrays = new_buffer(rounded(sizes[0]) + copied_values + rounded(sizes[2]) + rounded(sizes[3]));
   } catch (const std::bad_alloc&) {
     return refuse(c, {kResourceExhausted, "out of memory", "MemoryError"}, !c.by_memory);
   }
@@ -830,7 +862,8 @@ RowServer::Step RowServer::send_out(Connection& c) {
       const std::string message = reply.serialized();
       const size_t head = 4 + message.size();
       // The rows begin at an aligned place, and the message ends there.
-      const size_t place = rounded(head), bytes = place + reply.rows;
+      const size_t place = rounded(head);
+      const size_t bytes = place + reply.rows;
       char* rows = c.reply_memory(bytes) + place;
       calls_.read(*c.pull, part, rows);
       char* begin = rows - head;
@@ -886,8 +919,8 @@ void RowServer::finish(Connection& c) {
 // Lets the connections that wait for memory try again. The caller has the mutex.
 void RowServer::wake_waiters() {
   for (const int64_t number : std::exchange(for_memory_, {})) {
-    const auto found = connections_.find(number);
-    if (found != connections_.end()) arm(*found->second, EPOLLOUT);  // a socket that can be written wakes a thread
+    const auto entry = connections_.find(number);
+    if (entry != connections_.end()) arm(*entry->second, EPOLLOUT);  // a socket that can be written wakes a thread
   }
 }
 
@@ -896,10 +929,10 @@ bool RowServer::next(PythonCall& call) {
   while (true) {
     changed_.wait(lock, [&] { return stopped_ || !for_python_.empty(); });
     if (stopped_) return false;
-    const auto found = connections_.find(for_python_.front());
+    const auto entry = connections_.find(for_python_.front());
     for_python_.pop_front();
-    if (found == connections_.end()) continue;
-    const Connection& c = *found->second;
+    if (entry == connections_.end()) continue;
+    const Connection& c = *entry->second;
     call.connection = c.number;
     call.message = c.message.data();
     call.message_bytes = static_cast<int64_t>(c.message.size());
@@ -917,9 +950,9 @@ bool RowServer::reply(int64_t number, const RowReply& asked, const char* found, 
   std::shared_ptr<Connection> connection;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto there = connections_.find(number);
-    if (there == connections_.end()) return false;
-    connection = there->second;
+    const auto entry = connections_.find(number);
+    if (entry == connections_.end()) return false;
+    connection = entry->second;
   }
   Connection& c = *connection;
   RowReply reply = asked;
@@ -980,21 +1013,21 @@ void RowServer::watch() {
     if (std::exchange(refusals, memory_.refusals()) != memory_.refusals()) refused = time;
     const bool for_memory = time - refused < kPatienceS || stopping_;
     const bool for_python = !for_python_.empty() || stopping_;
-    for (const auto& [number, each] : connections_) {
-      const State state = each->state;
-      const double age = time - each->since.load();
+    for (const auto& [number, connection] : connections_) {
+      const State state = connection->state;
+      const double age = time - connection->since.load();
       const bool beginning = state == State::kShake || state == State::kHello;
       const short wanted = state == State::kBody ? POLLIN : POLLOUT;
       const bool holds_memory = state == State::kBody || state == State::kReply || state == State::kPython;
-      const bool transfers = state != State::kPython || each->moved > 0;
+      const bool transfers = state != State::kPython || connection->moved > 0;
       const bool others_wait = (for_memory && holds_memory) || (for_python && state == State::kPython);
       if (stopping_ && (beginning || state == State::kMessage)) {
-        ::shutdown(each->fd, SHUT_RD);
+        ::shutdown(connection->fd, SHUT_RD);
       } else if ((beginning && age > kHelloS) || (state == State::kDiscard && age > kDiscardS)) {
-        ::shutdown(each->fd, SHUT_RDWR);
-      } else if (others_wait && transfers && each->late_s() > kPatienceS && !each->is_ready(wanted)) {
+        ::shutdown(connection->fd, SHUT_RDWR);
+      } else if (others_wait && transfers && connection->late_s() > kPatienceS && !connection->is_ready(wanted)) {
         ++ended_;
-        ::shutdown(each->fd, SHUT_RDWR);
+        ::shutdown(connection->fd, SHUT_RDWR);
       }
     }
     wake_waiters();  // calls by gRPC do not say that they give memory back
@@ -1004,7 +1037,7 @@ void RowServer::watch() {
 int64_t RowServer::waiting() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::count_if(connections_.begin(), connections_.end(),
-                       [](const auto& each) { return each.second->state == State::kMemory; });
+                       [](const auto& entry) { return entry.second->state == State::kMemory; });
 }
 
 int64_t RowServer::connections() {
@@ -1020,9 +1053,9 @@ int64_t RowServer::memory_connections() {
 int64_t RowServer::memory_bytes() {
   const std::lock_guard<std::mutex> lock(mutex_);
   int64_t bytes = 0;
-  for (const auto& [number, each] : connections_) {
+  for (const auto& [number, connection] : connections_) {
     struct stat about{};
-    if (each->memory >= 0 && fstat(each->memory, &about) == 0) bytes += 512 * about.st_blocks;
+    if (connection->memory >= 0 && fstat(connection->memory, &about) == 0) bytes += 512 * about.st_blocks;
   }
   return bytes;
 }
@@ -1038,7 +1071,7 @@ void RowServer::stop(double seconds) {
       ::shutdown(listener, SHUT_RDWR);
     }
     changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return connections_.empty(); });
-    for (const auto& [number, each] : connections_) ::shutdown(each->fd, SHUT_RDWR);
+    for (const auto& [number, connection] : connections_) ::shutdown(connection->fd, SHUT_RDWR);
     stopped_ = true;
     changed_.notify_all();
   }

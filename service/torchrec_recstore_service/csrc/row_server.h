@@ -146,6 +146,7 @@ class RowServer {
   void make_room();
   void wake_waiters();
   Status check(const Connection& c);
+  uint64_t most_request_bytes(const RowRequest& request) const;
 
   const std::string name_;
   RowCalls& calls_;
@@ -153,11 +154,17 @@ class RowServer {
   RequestMemory& memory_;
   const int64_t most_connections_;
   const uint64_t most_write_bytes_;
-  int epoll_ = -1, wake_ = -1, listener_ = -1, memory_listener_ = -1;
-  size_t segment_bytes_ = 0, packet_bytes_ = 0;
+  int epoll_ = -1;
+  int wake_ = -1;
+  int listener_ = -1;
+  int memory_listener_ = -1;
+  size_t segment_bytes_ = 0;
+  size_t packet_bytes_ = 0;
   std::string memory_name_;
   std::mutex settings_;
-  std::string token_, secret_, memory_secret_;
+  std::string token_;
+  std::string secret_;
+  std::string memory_secret_;
   bool backup_ = false;
   std::shared_ptr<TlsContext> tls_;
   std::mutex mutex_;  // guards the connections, the calls for Python, and those that wait for memory
@@ -166,7 +173,8 @@ class RowServer {
   std::deque<int64_t> for_python_;
   std::deque<int64_t> for_memory_;
   int64_t next_ = 1;
-  std::atomic<bool> stopping_{false}, stopped_{false};
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> stopped_{false};
   int64_t by_memory_ = 0;  // of the connections
   std::array<std::atomic<int64_t>, 2> running_{};
   std::atomic<int64_t> ended_{0};

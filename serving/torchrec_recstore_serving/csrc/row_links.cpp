@@ -37,8 +37,12 @@ constexpr size_t kMessageBytes = size_t{1} << 16;
 constexpr uint64_t kMostArray = uint64_t{1} << 30;
 
 struct Reply {
-  uint64_t code = 0, found = 0, rows = 0;
-  std::string details, error, server;
+  uint64_t code = 0;
+  uint64_t found = 0;
+  uint64_t rows = 0;
+  std::string details;
+  std::string error;
+  std::string server;
   bool last = false;
 };
 
@@ -79,8 +83,10 @@ std::string token() {
   std::ifstream file(path);
   std::string content{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (!file) throw Refused("the file " + path + " of RECSTORE_TOKEN_FILE cannot be read");
-  const auto begin = content.find_first_not_of(" \t\r\n"), end = content.find_last_not_of(" \t\r\n");
-  return begin == std::string::npos ? "" : content.substr(begin, end - begin + 1);
+  constexpr const char* kBlanks = " \t\r\n";
+  const auto begin = content.find_first_not_of(kBlanks);
+  if (begin == std::string::npos) return "";
+  return content.substr(begin, content.find_last_not_of(kBlanks) - begin + 1);
 }
 
 bool is_loopback(int fd) {
@@ -90,8 +96,8 @@ bool is_loopback(int fd) {
   if (address.ss_family == AF_INET) {
     return (ntohl(reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr) >> 24) == 127;
   }
-  const in6_addr& other = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
-  return IN6_IS_ADDR_LOOPBACK(&other) || (IN6_IS_ADDR_V4MAPPED(&other) && other.s6_addr[12] == 127);
+  const in6_addr& host = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+  return IN6_IS_ADDR_LOOPBACK(&host) || (IN6_IS_ADDR_V4MAPPED(&host) && host.s6_addr[12] == 127);
 }
 
 class TcpLink final : public RowLink {
@@ -133,34 +139,22 @@ class TcpLink final : public RowLink {
   short advance(const Sink& sink) override {
     while (sent_ < head_.size() + ids_bytes_) {
       const bool in_head = sent_ < head_.size();
-      const char* from = in_head ? head_.data() + sent_ : ids_ + (sent_ - head_.size());
+      const size_t sent_ids = in_head ? 0 : sent_ - head_.size();
+      const char* from = in_head ? head_.data() + sent_ : ids_ + sent_ids;
+      const size_t bytes = in_head ? head_.size() - sent_ : ids_bytes_ - sent_ids;
       size_t moved = 0;
-      const Io io = transmit(from, in_head ? head_.size() - sent_ : ids_bytes_ - (sent_ - head_.size()), moved);
+      const Io io = transmit(from, bytes, moved);
       if (io == Io::kEnd) break;  // a server that refuses a request says why before it closes the connection
       if (io != Io::kDone) return io == Io::kWantRead ? POLLIN : POLLOUT;
       sent_ += moved;
     }
     while (true) {
       if (to_ - from_ >= wanted_) {
-        const char* at = in_.data() + from_;
-        from_ += wanted_;
-        if (step_ == Step::kSize) {
-          uint32_t size;
-          std::memcpy(&size, at, sizeof size);
-          if (size > kMessageBytes) throw Passing("the reply is too long");
-          expect(Step::kMessage, size);
-        } else if (step_ == Step::kMessage) {
-          reply_ = parsed(at, wanted_, is_new_);
-          expect(Step::kArrays, reply_.found + reply_.rows);
-        } else {
-          if (wanted_ > 0) sink(at, wanted_);
-          expect(Step::kSize, sizeof(uint32_t));
-          if (reply_.last) {
-            is_idle = true;
-            return 0;
-          }
-        }
-        continue;
+        const bool has_ended = step_ == Step::kArrays && reply_.last;
+        use(sink);
+        if (!has_ended) continue;
+        is_idle = true;
+        return 0;
       }
       if (from_ + wanted_ > in_.size()) {
         std::memmove(in_.data(), in_.data() + from_, to_ - from_);
@@ -193,6 +187,25 @@ class TcpLink final : public RowLink {
     step_ = step;
     wanted_ = bytes;
   }
+  // Uses the bytes that were expected.
+  void use(const Sink& sink) {
+    const char* received = in_.data() + from_;
+    from_ += wanted_;
+    switch (step_) {
+      case Step::kSize: {
+        uint32_t size;
+        std::memcpy(&size, received, sizeof size);
+        if (size > kMessageBytes) throw Passing("the reply is too long");
+        return expect(Step::kMessage, size);
+      }
+      case Step::kMessage:
+        reply_ = parsed(received, wanted_, is_new_);
+        return expect(Step::kArrays, reply_.found + reply_.rows);
+      case Step::kArrays:
+        if (wanted_ > 0) sink(received, wanted_);
+        return expect(Step::kSize, sizeof(uint32_t));
+    }
+  }
   Io transmit(const char* from, size_t size, size_t& moved) {
     if (tls_ != nullptr) return tls_->write(from, size, moved);
     const ssize_t n = ::send(fd, from, size, MSG_NOSIGNAL);
@@ -211,9 +224,12 @@ class TcpLink final : public RowLink {
   std::unique_ptr<recstore_service::TlsStream> tls_;
   std::string head_;
   const char* ids_ = nullptr;
-  size_t ids_bytes_ = 0, sent_ = 0;
+  size_t ids_bytes_ = 0;
+  size_t sent_ = 0;  // bytes of the head and the ids
   std::vector<char> in_ = std::vector<char>(kMessageBytes);
-  size_t from_ = 0, to_ = 0;  // the bytes of in_ that were received and not used
+  // The bytes of in_ that were received and not used are [from_, to_).
+  size_t from_ = 0;
+  size_t to_ = 0;
   Step step_ = Step::kSize;
   uint64_t wanted_ = 0;
   Reply reply_;
@@ -236,24 +252,25 @@ class MemoryLink final : public RowLink {
     std::memcpy(address.sun_path + 1, name.data(), name.size());  // an abstract name begins with \0
     const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
     fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    const timeval hello{kConnectMs / 1000, 0};
+    if (fd < 0) return false;
+    const timeval patience{kConnectMs / 1000, 0};
+    if (setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience) != 0) return false;
+    if (setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience) != 0) return false;
+    if (::connect(fd, reinterpret_cast<const sockaddr*>(&address), length) != 0) return false;
     ucred peer{};
     socklen_t size = sizeof peer;
-    if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &hello, sizeof hello) != 0 ||
-        setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &hello, sizeof hello) != 0 ||
-        ::connect(fd, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-        getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != geteuid() ||
-        ::send(fd, secret.data(), secret.size(), MSG_NOSIGNAL) < 0) {
-      return false;
-    }
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != geteuid()) return false;
+    if (::send(fd, secret.data(), secret.size(), MSG_NOSIGNAL) < 0) return false;
     const int file = receive_file();
     if (file < 0) return false;
     struct stat about{};
     // Memory that the server could make smaller could end this process by a signal.
     const bool fixed = fstat(file, &about) == 0 && static_cast<uint64_t>(about.st_size) >= size_ &&
                        (fcntl(file, F_GET_SEALS) & F_SEAL_SHRINK) != 0;
-    void* memory =
-        fixed && size_ > kMessageBytes ? mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+    void* memory = MAP_FAILED;
+    if (fixed && size_ > kMessageBytes) {
+      memory = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    }
     close(file);
     if (memory == MAP_FAILED) return false;
     memory_ = static_cast<char*>(memory);
@@ -293,8 +310,9 @@ class MemoryLink final : public RowLink {
   }
 
   int64_t most_ids(int64_t entry_bytes) const override {
-    return std::max<int64_t>(
-        1, static_cast<int64_t>(size_ - kMessageBytes) / std::max<int64_t>(entry_bytes, sizeof(int64_t)));
+    const auto id_bytes =
+        std::max<int64_t>(entry_bytes, sizeof(int64_t));  // the ids and their entries share the memory
+    return std::max<int64_t>(1, static_cast<int64_t>(size_ - kMessageBytes) / id_bytes);
   }
   bool is_by_memory() const override { return true; }
 
@@ -394,7 +412,8 @@ std::unique_ptr<RowLink> tcp_link(const std::string& address, size_t side, bool 
 }
 
 std::unique_ptr<RowLink> memory_link(const std::string& offer, size_t side, std::atomic<int>& open) {
-  std::string name, secret;
+  std::string name;
+  std::string secret;
   try {
     for (Reader reader(offer.data(), offer.size()); reader.next();) {
       switch (reader.field("-22")) {
@@ -406,8 +425,9 @@ std::unique_ptr<RowLink> memory_link(const std::string& offer, size_t side, std:
   } catch (const CallFailed&) {
     return nullptr;
   }
-  auto made = std::make_unique<MemoryLink>(side, open);
-  return made->connect(name, secret) ? std::move(made) : nullptr;
+  auto link = std::make_unique<MemoryLink>(side, open);
+  if (!link->connect(name, secret)) return nullptr;
+  return link;
 }
 
 }  // namespace recstore

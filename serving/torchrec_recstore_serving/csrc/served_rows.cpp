@@ -52,17 +52,17 @@ uint64_t hash_of(int64_t id, const char* row, const RowLayout& layout) {
 }
 
 // The layout of rows that are given. A change of their padding changes the hash, too.
-RowLayout given(const RowLayout& layout) { return {layout.format, layout.dim, layout.row_bytes}; }
+RowLayout given_layout(const RowLayout& layout) { return {layout.format, layout.dim, layout.row_bytes}; }
 
 uint64_t hash_of_missing(const RowLayout& layout, const char* row) {
   return mix(hash_of(layout.dim * 4 + static_cast<int64_t>(layout.format), row, layout));
 }
 
 void check_distinct(const RowChanges& changes) {
-  std::vector<int64_t> every(changes.ids, changes.ids + changes.count);
-  every.insert(every.end(), changes.removed, changes.removed + changes.removed_count);
-  std::sort(every.begin(), every.end());
-  if (std::adjacent_find(every.begin(), every.end()) != every.end()) {
+  std::vector<int64_t> ids(changes.ids, changes.ids + changes.count);
+  ids.insert(ids.end(), changes.removed, changes.removed + changes.removed_count);
+  std::sort(ids.begin(), ids.end());
+  if (std::adjacent_find(ids.begin(), ids.end()) != ids.end()) {
     throw InvalidArgument("the changes have an id more than once");
   }
 }
@@ -70,7 +70,8 @@ void check_distinct(const RowChanges& changes) {
 // The whole huge pages of a range of memory.
 struct HugePages {
   static constexpr uintptr_t kBytes = uintptr_t{2} << 20;
-  uintptr_t begin, end;
+  uintptr_t begin;
+  uintptr_t end;
 
   HugePages(const char* data, int64_t bytes)
       : begin((reinterpret_cast<uintptr_t>(data) + kBytes - 1) / kBytes * kBytes),
@@ -128,9 +129,12 @@ RowLayout RowLayout::compact(RowFormat format, int64_t dim, int64_t row_bytes) {
 }
 
 void BaseRows::find(const int64_t* ids, int64_t n, const char* otherwise, const char** found) const {
-  Slot at[kFound];
-  index->find(ids, n, at);
-  for (int64_t i = 0; i < n; ++i) found[i] = at[i] != 0 && at[i] < slots ? rows + at[i] * layout.stride : otherwise;
+  Slot slots_of[kFound];
+  index->find(ids, n, slots_of);
+  for (int64_t i = 0; i < n; ++i) {
+    const bool has_row = slots_of[i] != 0 && slots_of[i] < slots;
+    found[i] = has_row ? rows + slots_of[i] * layout.stride : otherwise;
+  }
 }
 
 // The index, and the memory of the rows, of versions that share them.
@@ -226,15 +230,16 @@ void ServedRows::keep() noexcept {
 
 // Takes the chunks of the memory of the store. The last chunk is copied, because the memory may end within it.
 void ServedRows::add_chunks() {
-  const int64_t chunk_bytes = layout_.stride << chunk_bits_, bytes = slots_ * layout_.stride;
+  const int64_t chunk_bytes = layout_.stride << chunk_bits_;
+  const int64_t bytes = slots_ * layout_.stride;
   store_->memory_bytes = bytes;
   store_->slots = slots_;
   chunks_.reserve(static_cast<size_t>(slots_ >> chunk_bits_) + 1);
   for (int64_t at = 0; at + chunk_bytes <= bytes; at += chunk_bytes) chunks_.push_back(store_->memory.data + at);
-  const int64_t rest = bytes % chunk_bytes;
-  if (rest == 0) return;
+  const int64_t bytes_of_last = bytes % chunk_bytes;
+  if (bytes_of_last == 0) return;
   char* chunk = store_->take(chunk_bytes);
-  std::memcpy(chunk, store_->memory.data + bytes - rest, static_cast<size_t>(rest));
+  std::memcpy(chunk, store_->memory.data + bytes - bytes_of_last, static_cast<size_t>(bytes_of_last));
   chunks_.push_back(chunk);
 }
 
@@ -245,14 +250,14 @@ std::shared_ptr<ServedRows> ServedRows::build(const RowLayout& layout, const int
   auto store = std::make_shared<Store>();
   store->index = std::make_unique<IdIndex>(count + std::max(kLeastRoom, count / kRoom), random_salt());
   store->memory = std::move(memory);
-  std::shared_ptr<ServedRows> made(new ServedRows(layout, store));
-  made->slots_ = count + 1;
-  made->add_chunks();
-  made->checksum_ = hash_of_missing(layout, made->row(0));
+  std::shared_ptr<ServedRows> version(new ServedRows(layout, store));
+  version->slots_ = count + 1;
+  version->add_chunks();
+  version->checksum_ = hash_of_missing(layout, version->row(0));
   for (int64_t i = 0; i < count; ++i) {
     if (i + kAhead < count) store->index->prefetch(ids[i + kAhead]);
     if (!store->index->insert(ids[i], static_cast<Slot>(i + 1))) throw OutOfMemory("the index has no place for an id");
-    made->checksum_ += hash_of(ids[i], made->row(i + 1), layout);
+    version->checksum_ += hash_of(ids[i], version->row(i + 1), layout);
   }
   Slot slots[kFound];
   for (int64_t first = 0; first < count; first += kFound) {
@@ -264,7 +269,7 @@ std::shared_ptr<ServedRows> ServedRows::build(const RowLayout& layout, const int
       }
     }
   }
-  return made;
+  return version;
 }
 
 std::shared_ptr<const ServedRows> ServedRows::load(const RowLayout& layout, std::unique_ptr<IdIndex> index,
@@ -280,11 +285,11 @@ std::shared_ptr<const ServedRows> ServedRows::load(const RowLayout& layout, std:
   store->memory = std::move(memory);
   use_huge_pages({store->index->data(), store->index->bytes()}, store->index_owner,
                  {store->memory.data, slots * layout.stride}, store->memory.owner);
-  std::shared_ptr<ServedRows> made(new ServedRows(layout, store));
-  made->slots_ = slots;
-  made->add_chunks();
-  made->checksum_ = checksum;
-  return made;
+  std::shared_ptr<ServedRows> version(new ServedRows(layout, store));
+  version->slots_ = slots;
+  version->add_chunks();
+  version->checksum_ = checksum;
+  return version;
 }
 
 std::shared_ptr<const ServedRows> ServedRows::over(std::shared_ptr<const BaseRows> base) {
@@ -298,11 +303,11 @@ std::shared_ptr<const ServedRows> ServedRows::over(std::shared_ptr<const BaseRow
   auto store = std::make_shared<Store>();
   store->index = std::make_unique<IdIndex>(kLeastRoom, random_salt());
   store->memory = {region->data(), true, region};
-  std::shared_ptr<ServedRows> made(new ServedRows(base->layout, store));
-  made->add_chunks();
-  made->checksum_ = base->checksum;
-  made->base_ = std::move(base);
-  return made;
+  std::shared_ptr<ServedRows> version(new ServedRows(base->layout, store));
+  version->add_chunks();
+  version->checksum_ = base->checksum;
+  version->base_ = std::move(base);
+  return version;
 }
 
 int64_t ServedRows::bytes() const {
@@ -315,7 +320,8 @@ int64_t ServedRows::bytes() const {
 template <class Visit>  // visit(id, row), for all rows in no particular order
 void ServedRows::for_each_entry(const Visit& visit) const {
   if (base_ != nullptr) {
-    int64_t ids[kFound] = {}, count = 0;
+    int64_t ids[kFound] = {};
+    int64_t count = 0;
     const char* rows[kFound];
     const auto visit_all = [&] {
       find_rows(ids, count, rows);
@@ -394,7 +400,8 @@ template <class Visit>  // visit(position, row)
 void ServedRows::for_each_row(const int64_t* ids, int64_t n, const Visit& visit) const {
   const char* rows[kFound];
   for (int64_t first = 0; first < n; first += kFound) {
-    const int64_t count = std::min(kFound, n - first), ahead = std::min(kAhead, count);
+    const int64_t count = std::min(kFound, n - first);
+    const int64_t ahead = std::min(kAhead, count);
     locate(ids + first, count, rows);
     for (int64_t i = 0; i < ahead; ++i) request(rows[i]);
     for (int64_t i = 0; i < count; ++i) {
@@ -440,11 +447,13 @@ void ServedRows::lookup(const int64_t* ids, int64_t n, float* out) const {
 
 void ServedRows::pool(const int64_t* ids, const int64_t* offsets, int64_t bags, const float* weights, bool mean,
                       float* out) const {
-  const int64_t dim = layout_.dim, begin = offsets[0], n = offsets[bags] - begin;
+  const int64_t dim = layout_.dim;
+  const int64_t begin = offsets[0];
+  const int64_t n = offsets[bags] - begin;
   std::fill_n(out, bags * dim, 0.0f);
   int64_t bag = 0;
-  // The rows of a bag are added in their order, and a weighted row is rounded before it is added: the bits of a lookup in
-  // training.
+  // The rows of a bag are added in their order, and a weighted row is rounded before it is added: the bits of a lookup
+  // in training.
   const auto pooled = [&](const auto& add) {
     for_each_row(ids + begin, n, [&](int64_t i, const char* row) {
       while (begin + i >= offsets[bag + 1]) ++bag;
@@ -499,74 +508,78 @@ void ServedRows::contains(const int64_t* ids, int64_t n, bool* found) const {
 }
 
 std::vector<ServedRows::Entry> ServedRows::entries() const {
-  std::vector<Entry> found;
-  found.reserve(static_cast<size_t>(rows()));
-  for_each_entry([&](int64_t id, const char* row) { found.push_back({id, row}); });
-  std::sort(found.begin(), found.end());
-  return found;
+  std::vector<Entry> entries;
+  entries.reserve(static_cast<size_t>(rows()));
+  for_each_entry([&](int64_t id, const char* row) { entries.push_back({id, row}); });
+  std::sort(entries.begin(), entries.end());
+  return entries;
 }
 
 const IdIndex* ServedRows::whole_index(std::unique_lock<std::mutex>& hold) const {
   hold = std::unique_lock<std::mutex>(store_->mutex);
-  return base_ == nullptr && removed_count_ == 0 && store_->index->size() == slots_ - 1 ? store_->index.get() : nullptr;
+  const bool has_other_entries = base_ != nullptr || removed_count_ != 0 || store_->index->size() != slots_ - 1;
+  return has_other_entries ? nullptr : store_->index.get();
 }
 
 const RowMemory* ServedRows::whole_memory() const {
-  return number_ == 0 && slots_ * layout_.stride == store_->memory_bytes ? &store_->memory : nullptr;
+  const bool is_whole = number_ == 0 && slots_ * layout_.stride == store_->memory_bytes;
+  return is_whole ? &store_->memory : nullptr;
 }
 
 std::shared_ptr<const ServedRows> ServedRows::copied(int64_t more_rows) const {
-  struct Own {
+  struct OwnEntry {
     int64_t id;
     Slot slot;
   };
-  std::vector<Own> found;
-  found.reserve(static_cast<size_t>(slots_ - 1 - removed_count_ + hidden_removed_));
+  std::vector<OwnEntry> own_entries;
+  own_entries.reserve(static_cast<size_t>(slots_ - 1 - removed_count_ + hidden_removed_));
   {
     const std::lock_guard<std::mutex> lock(store_->mutex);
     store_->index->for_each([&](int64_t id, Slot slot) {
       const char* beneath = nullptr;
-      if (slot < slots_ && is_removed(slot) && base_ != nullptr) base_->find(&id, 1, nullptr, &beneath);
-      if (slot < slots_ && (!is_removed(slot) || beneath != nullptr)) found.push_back({id, slot});
+      if (slot >= slots_) return;
+      if (is_removed(slot) && base_ != nullptr) base_->find(&id, 1, nullptr, &beneath);
+      if (!is_removed(slot) || beneath != nullptr) own_entries.push_back({id, slot});
     });
   }
-  std::sort(found.begin(), found.end(), [](const Own& one, const Own& other) { return one.id < other.id; });
-  const auto count = static_cast<int64_t>(found.size());
+  std::sort(own_entries.begin(), own_entries.end(), [](const OwnEntry& a, const OwnEntry& b) { return a.id < b.id; });
+  const auto count = static_cast<int64_t>(own_entries.size());
   // A table over base rows begins empty and is small.
-  const int64_t capacity =
-      count + std::max({kLeastRoom, more_rows, base_ == nullptr ? count / kRoomToGrow : count / 2});
+  const int64_t room_to_grow = base_ == nullptr ? count / kRoomToGrow : count / 2;
+  const int64_t capacity = count + std::max({kLeastRoom, more_rows, room_to_grow});
   if (capacity >= kMostSlots) throw OutOfMemory("a table holds fewer than 2**32 rows");
   auto region = std::make_shared<Region>();
   region->reserve(static_cast<size_t>((count + 1) * layout_.stride));
   auto store = std::make_shared<Store>();
   store->index = std::make_unique<IdIndex>(capacity, random_salt());
   store->memory = {region->data(), true, region};
-  std::shared_ptr<ServedRows> made(new ServedRows(layout_, store));
-  made->removed_.resize(static_cast<size_t>(count + 64) / 64);
+  std::shared_ptr<ServedRows> version(new ServedRows(layout_, store));
+  version->removed_.resize(static_cast<size_t>(count + 64) / 64);
   const auto put = [&](int64_t slot, int64_t from) {
     std::memcpy(region->data() + slot * layout_.stride, row(from), static_cast<size_t>(layout_.stride));
   };
   put(0, 0);
   for (int64_t i = 0; i < count; ++i) {
     if (i + kAhead < count) {
-      const Own& coming = found[static_cast<size_t>(i + kAhead)];
+      const OwnEntry& coming = own_entries[static_cast<size_t>(i + kAhead)];
       store->index->prefetch(coming.id);
       __builtin_prefetch(row(coming.slot), 0, 3);
     }
-    const Own& entry = found[static_cast<size_t>(i)];
+    const OwnEntry& entry = own_entries[static_cast<size_t>(i)];
     put(i + 1, entry.slot);
-    if (is_removed(entry.slot)) made->removed_[static_cast<size_t>(i + 1) / 64] |= uint64_t{1} << ((i + 1) % 64);
+    if (is_removed(entry.slot)) version->removed_[static_cast<size_t>(i + 1) / 64] |= uint64_t{1} << ((i + 1) % 64);
     if (!store->index->insert(entry.id, static_cast<Slot>(i + 1))) {
       throw OutOfMemory("the index has no place for an id");
     }
   }
-  made->slots_ = count + 1;
-  made->add_chunks();
-  made->checksum_ = checksum_;
-  made->base_ = base_;
-  made->hidden_ = hidden_;
-  made->removed_count_ = made->hidden_removed_ = hidden_removed_;
-  return made;
+  version->slots_ = count + 1;
+  version->add_chunks();
+  version->checksum_ = checksum_;
+  version->base_ = base_;
+  version->hidden_ = hidden_;
+  version->removed_count_ = hidden_removed_;
+  version->hidden_removed_ = hidden_removed_;
+  return version;
 }
 
 uint64_t ServedRows::checksum_with(const RowChanges& changes) const {
@@ -586,20 +599,20 @@ uint64_t ServedRows::checksum_with(const RowChanges& changes) const {
   leave(changes.ids, changes.count);
   leave(changes.removed, changes.removed_count);
   for (int64_t i = 0; i < changes.count; ++i) {
-    sum += hash_of(changes.ids[i], changes.rows + i * layout_.row_bytes, given(layout_));
+    sum += hash_of(changes.ids[i], changes.rows + i * layout_.row_bytes, given_layout(layout_));
   }
   return sum;
 }
 
 std::shared_ptr<ServedRows> ServedRows::with(const RowChanges& changes) const {
   check_distinct(changes);
-  if (auto made = extended(changes)) return made;
+  if (auto version = extended(changes)) return version;
   return copied(changes.count)->with(changes);
 }
 
 // Returns null if the rows have to be copied first.
 std::shared_ptr<ServedRows> ServedRows::extended(const RowChanges& changes) const {
-  std::shared_ptr<ServedRows> made;  // it is destroyed without the lock
+  std::shared_ptr<ServedRows> version;  // it is destroyed without the lock
   const std::lock_guard<std::mutex> lock(store_->mutex);
   std::vector<Slot> slots(static_cast<size_t>(changes.count + changes.removed_count));
   std::vector<const char*> beneath(slots.size());  // the rows of the base, or null
@@ -621,26 +634,26 @@ std::shared_ptr<ServedRows> ServedRows::extended(const RowChanges& changes) cons
                        store_->slots + added < kMostSlots && (base_ == nullptr || left == 0) &&
                        removed_count_ - hidden_removed_ + left <= std::max(kLeastRoom, (slots_ - 1) / kMostRemoved);
   if (!extends) return nullptr;
-  made = std::shared_ptr<ServedRows>(new ServedRows(*this, store_->slots + added));
-  made->number_ = ++store_->last;
-  made->removed_.resize(static_cast<size_t>(made->slots_ + 63) / 64);
+  version = std::shared_ptr<ServedRows>(new ServedRows(*this, store_->slots + added));
+  version->number_ = ++store_->last;
+  version->removed_.resize(static_cast<size_t>(version->slots_ + 63) / 64);
   const auto changed = static_cast<size_t>(changes.count + changes.removed_count + left);
-  made->replaced_.reserve(changed);
-  made->made_.reserve(changed);
+  version->replaced_.reserve(changed);
+  version->made_.reserve(changed);
   const auto remove = [&](int64_t slot) {
-    made->removed_[static_cast<size_t>(slot / 64)] |= uint64_t{1} << (slot % 64);
-    ++made->removed_count_;
-    std::memcpy(made->own_row(*this, slot), row(0), static_cast<size_t>(layout_.stride));
+    version->removed_[static_cast<size_t>(slot / 64)] |= uint64_t{1} << (slot % 64);
+    ++version->removed_count_;
+    std::memcpy(version->own_row(*this, slot), row(0), static_cast<size_t>(layout_.stride));
   };
   // Makes the entry of an id that has none, and returns its slot.
   const auto add = [&](int64_t id, const char* hidden) {
     const auto slot = static_cast<Slot>(store_->slots);
-    made->own_row(*this, slot);
+    version->own_row(*this, slot);
     if (!store_->index->insert(id, slot)) throw OutOfMemory("the index has no place for an id");
     ++store_->slots;
     if (hidden != nullptr) {
-      ++made->hidden_;
-      made->checksum_ -= hash_of(id, hidden, layout_);
+      ++version->hidden_;
+      version->checksum_ -= hash_of(id, hidden, layout_);
     }
     return slot;
   };
@@ -652,16 +665,16 @@ std::shared_ptr<ServedRows> ServedRows::extended(const RowChanges& changes) cons
     Slot slot = slots[static_cast<size_t>(i)];
     if (slot == kNoSlot) {
       slot = add(id, hidden);
-    } else if (made->is_removed(slot)) {
-      made->removed_[slot / 64] &= ~(uint64_t{1} << (slot % 64));
-      --made->removed_count_;
-      made->hidden_removed_ -= hidden != nullptr;
+    } else if (version->is_removed(slot)) {
+      version->removed_[slot / 64] &= ~(uint64_t{1} << (slot % 64));
+      --version->removed_count_;
+      version->hidden_removed_ -= hidden != nullptr;
     } else {
-      made->checksum_ -= hash_of(id, row(slot), layout_);
+      version->checksum_ -= hash_of(id, row(slot), layout_);
     }
     const char* from = changes.rows + i * layout_.row_bytes;
-    std::memcpy(made->own_row(*this, slot), from, static_cast<size_t>(layout_.stride));
-    made->checksum_ += hash_of(id, from, given(layout_));
+    std::memcpy(version->own_row(*this, slot), from, static_cast<size_t>(layout_.stride));
+    version->checksum_ += hash_of(id, from, given_layout(layout_));
   }
   for (int64_t i = 0; i < changes.removed_count; ++i) {
     const char* hidden = beneath[static_cast<size_t>(changes.count + i)];
@@ -669,15 +682,15 @@ std::shared_ptr<ServedRows> ServedRows::extended(const RowChanges& changes) cons
     if (slot == kNoSlot && hidden == nullptr) continue;
     if (slot == kNoSlot) {
       slot = add(changes.removed[i], hidden);
-    } else if (made->is_removed(slot)) {
+    } else if (version->is_removed(slot)) {
       continue;
     } else {
-      made->checksum_ -= hash_of(changes.removed[i], row(slot), layout_);
+      version->checksum_ -= hash_of(changes.removed[i], row(slot), layout_);
     }
     remove(slot);
-    made->hidden_removed_ += hidden != nullptr;
+    version->hidden_removed_ += hidden != nullptr;
   }
-  return made;
+  return version;
 }
 
 // The row of a slot, in a chunk that the version before does not have. The caller holds the lock of the store.

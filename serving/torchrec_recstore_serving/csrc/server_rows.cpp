@@ -30,15 +30,22 @@ using Seconds = std::chrono::duration<double>;
 
 constexpr Seconds kPatience{5.0};  // in which a call is repeated, and after which a silent server has failed
 // Likewise for a pair, whose backup becomes the primary when a lease of 3 s has ended.
-constexpr Seconds kPairPatience{10.0}, kPairHangs{2.0};
-constexpr Seconds kFirstPause{0.02}, kLongestPause{0.25}, kMemoryAgain{10.0};
-constexpr int kMostByMemory = 8;  // connections by shared memory to a server; further calls go by TCP
+constexpr Seconds kPairPatience{10.0};
+constexpr Seconds kPairHangs{2.0};
+// Between two attempts of a call.
+constexpr Seconds kFirstPause{0.02};
+constexpr Seconds kLongestPause{0.25};
+constexpr Seconds kMemoryAgain{10.0};  // until shared memory is asked for again, which a server has refused
+constexpr int kMostByMemory = 8;       // connections by shared memory to a server; further calls go by TCP
 
-std::vector<std::string> split(const std::string& text, char at) {
+std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts;
   size_t begin = 0;
-  for (size_t end; (end = text.find(at, begin)) != std::string::npos; begin = end + 1) {
+  size_t end = text.find(separator);
+  while (end != std::string::npos) {
     parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+    end = text.find(separator, begin);
   }
   parts.push_back(text.substr(begin));
   return parts;
@@ -54,7 +61,9 @@ std::string nested(int field, const std::string& message) {
 // A SegmentRequest for the rows of ids, or for which of them have one.
 std::string request_of(const std::string& table, const std::string& run, bool rows, int64_t ids) {
   using namespace recstore_service;
-  std::string of_table, header, sizes;
+  std::string of_table;
+  std::string header;
+  std::string sizes;
   if (rows) {
     put_text(of_table, 1, table);
     put_number(of_table, 2, static_cast<uint64_t>(ids));
@@ -74,9 +83,13 @@ std::string request_of(const std::string& table, const std::string& run, bool ro
 
 // A DescribeReply.
 struct State {
-  std::string set, token;
-  uint64_t member = 0, members = 0, epoch = 0;
-  bool live = false, waits = false;
+  std::string set;
+  std::string token;
+  uint64_t member = 0;
+  uint64_t members = 0;
+  uint64_t epoch = 0;
+  bool live = false;
+  bool waits = false;
   std::vector<uint64_t> slots;
   std::vector<std::string> runs;
   std::map<std::string, std::string> tables;
@@ -105,7 +118,8 @@ struct State {
 
  private:
   void add_table(Reader reader) {
-    std::string name, spec;
+    std::string name;
+    std::string spec;
     while (reader.next()) {
       switch (reader.field("-22")) {
         case 1: name = reader.text(); break;
@@ -179,7 +193,8 @@ struct RowServers::Flow {
   int64_t entry_bytes = 1;
   std::function<std::string(int64_t n)> message;
   RowLink::Sink sink;
-  int64_t begun = 0, done = 0;  // ids that were sent, and whose entries have arrived
+  int64_t begun = 0;  // ids that were sent
+  int64_t done = 0;   // ids whose entries have arrived
   bool is_over = false;
 
   void begin() {
@@ -189,8 +204,9 @@ struct RowServers::Flow {
   }
   // Moves what can be moved without waiting. Returns the events to wait for.
   short advance() {
-    short events = 0;
-    while (!is_over && (events = link->advance(sink)) == 0) {
+    while (!is_over) {
+      const short events = link->advance(sink);
+      if (events != 0) return events;
       if (done != begun) throw Passing("the server has answered with a wrong number of rows");
       if (begun == n) {
         is_over = true;
@@ -198,20 +214,23 @@ struct RowServers::Flow {
         begin();
       }
     }
-    return events;
+    return 0;
   }
 };
 
 std::shared_ptr<RowServers> RowServers::of(const std::string& servers, bool tls) {
   static std::mutex mutex;
-  static std::map<std::pair<std::string, bool>, std::weak_ptr<RowServers>> all;
+  static std::map<std::pair<std::string, bool>, std::weak_ptr<RowServers>> sets;
   [[maybe_unused]] static const int registered =
       pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
   const std::lock_guard<std::mutex> lock(mutex);
-  std::weak_ptr<RowServers>& known = all[{servers, tls}];
-  std::shared_ptr<RowServers> found = known.lock();
-  if (found == nullptr) known = found = std::shared_ptr<RowServers>(new RowServers(servers, tls));
-  return found;
+  std::weak_ptr<RowServers>& known = sets[{servers, tls}];
+  std::shared_ptr<RowServers> set = known.lock();
+  if (set == nullptr) {
+    set = std::shared_ptr<RowServers>(new RowServers(servers, tls));
+    known = set;
+  }
+  return set;
 }
 
 RowServers::RowServers(const std::string& servers, bool tls) : tls_(tls) {
@@ -233,10 +252,11 @@ RowServers::~RowServers() {
 }
 
 RowServers::Process& RowServers::process() {
-  Process* now = process_;
-  if (now != nullptr && now->pid == getpid()) return *now;
-  auto made = std::make_unique<Process>(servers_.size());
-  return process_.compare_exchange_strong(now, made.get()) ? *made.release() : *now;
+  Process* present = process_;
+  if (present != nullptr && present->pid == getpid()) return *present;
+  auto process = std::make_unique<Process>(servers_.size());
+  if (process_.compare_exchange_strong(present, process.get())) return *process.release();
+  return *present;  // another thread was first
 }
 
 const std::string& RowServers::address(Process& process, size_t server) const {
@@ -303,46 +323,61 @@ void RowServers::call(const ServerTable& table, bool rows, const int64_t* ids, i
   }
 }
 
+// Throws Passing or Refused if a server does not have the table as the exported model knows it.
+void RowServers::check_table(const Agreed& agreed, const ServerTable& table) {
+  const std::string spec = "{\"dim\": " + std::to_string(table.dim) + ", \"dtype\": \"" + table.dtype + "\",";
+  for (size_t s = 0; s < agreed.tables.size(); ++s) {
+    const auto entry = agreed.tables[s].find(table.name);
+    if (entry == agreed.tables[s].end()) {
+      throw Passing("the server has no such table: a model that trains creates it, or a save has it", s);
+    }
+    if (entry->second.compare(0, spec.size(), spec) != 0) {
+      throw Refused("the table has another dim or data type than the exported model: export the model anew", s);
+    }
+  }
+}
+
+// Divides ids among several servers by their slots. sorted: receives the ids in the order of their servers; places:
+// their positions in `ids`. Both must outlive the flows.
+void RowServers::divide(const Agreed& agreed, const int64_t* ids, int64_t n, std::vector<Flow>& flows,
+                        std::vector<int64_t>& sorted, std::vector<int64_t>& places) {
+  const auto slots = static_cast<int64_t>(agreed.owner.size());
+  std::vector<uint32_t> server_of(static_cast<size_t>(n));
+  std::vector<int64_t> ends(flows.size() + 1, 0);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t server = agreed.owner[static_cast<size_t>(slot_of(ids[i], slots))];
+    server_of[static_cast<size_t>(i)] = server;
+    ++ends[server + 1];
+  }
+  for (size_t s = 0; s < flows.size(); ++s) ends[s + 1] += ends[s];
+  sorted.resize(static_cast<size_t>(n));
+  places.resize(static_cast<size_t>(n));
+  for (size_t s = 0; s < flows.size(); ++s) {
+    flows[s].ids = sorted.data() + ends[s];
+    flows[s].places = places.data() + ends[s];
+    flows[s].n = ends[s + 1] - ends[s];
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const auto place = static_cast<size_t>(ends[server_of[static_cast<size_t>(i)]]++);
+    sorted[place] = ids[i];
+    places[place] = i;
+  }
+}
+
 void RowServers::attempt(Process& process, const ServerTable& table, bool rows, const int64_t* ids, int64_t n,
                          const Entries& entries) {
   const std::shared_ptr<const Agreed> agreed = this->agreed(process);
   std::vector<Flow> flows(servers_.size());
-  std::vector<int64_t> sorted, places;  // the ids in the order of their servers, and their positions
+  std::vector<int64_t> sorted;
+  std::vector<int64_t> places;
   try {
-    const std::string spec = "{\"dim\": " + std::to_string(table.dim) + ", \"dtype\": \"" + table.dtype + "\",";
+    check_table(*agreed, table);
     for (size_t s = 0; s < flows.size(); ++s) {
-      const auto there = agreed->tables[s].find(table.name);
-      if (there == agreed->tables[s].end()) {
-        throw Passing("the server has no such table: a model that trains creates it, or a save has it", s);
-      }
-      if (there->second.compare(0, spec.size(), spec) != 0) {
-        throw Refused("the table has another dim or data type than the exported model: export the model anew", s);
-      }
       flows[s].server = s;
       flows[s].ids = ids;
       flows[s].n = n;
     }
-    if (flows.size() > 1) {
-      const auto slots = static_cast<int64_t>(agreed->owner.size());
-      std::vector<uint32_t> of(static_cast<size_t>(n));
-      std::vector<int64_t> ends(flows.size() + 1, 0);
-      for (int64_t i = 0; i < n; ++i) {
-        ++ends[(of[static_cast<size_t>(i)] = agreed->owner[static_cast<size_t>(slot_of(ids[i], slots))]) + 1];
-      }
-      for (size_t s = 0; s < flows.size(); ++s) ends[s + 1] += ends[s];
-      sorted.resize(static_cast<size_t>(n));
-      places.resize(static_cast<size_t>(n));
-      for (size_t s = 0; s < flows.size(); ++s) {
-        flows[s].ids = sorted.data() + ends[s];
-        flows[s].places = places.data() + ends[s];
-        flows[s].n = ends[s + 1] - ends[s];
-      }
-      for (int64_t i = 0; i < n; ++i) {
-        const auto at = static_cast<size_t>(ends[of[static_cast<size_t>(i)]]++);
-        sorted[at] = ids[i];
-        places[at] = i;
-      }
-    }
+    if (flows.size() > 1) divide(*agreed, ids, n, flows, sorted, places);
     for (Flow& flow : flows) {
       flow.entry_bytes = entries.bytes;
       if (flow.n == 0) {
@@ -417,11 +452,11 @@ std::shared_ptr<const RowServers::Agreed> RowServers::agreed(Process& process) {
   }
   process.describing = true;
   lock.unlock();
-  std::shared_ptr<const Agreed> made;
+  std::shared_ptr<const Agreed> agreed;
   std::shared_ptr<const Passing> passing;
   std::shared_ptr<const Refused> refused;
   try {
-    made = std::make_shared<const Agreed>(described(process));
+    agreed = std::make_shared<const Agreed>(described(process));
   } catch (const Refused& error) {
     refused = std::make_shared<const Refused>(error.what(), error.server);
   } catch (const Passing& error) {
@@ -432,7 +467,10 @@ std::shared_ptr<const RowServers::Agreed> RowServers::agreed(Process& process) {
   lock.lock();
   process.describing = false;
   process.changed.notify_all();
-  if (made != nullptr) return process.agreed = made;
+  if (agreed != nullptr) {
+    process.agreed = agreed;
+    return agreed;
+  }
   ++process.failures;
   process.refused = refused;
   process.passing = passing;
@@ -502,14 +540,14 @@ RowServers::Agreed RowServers::described(Process& process) {
 // Makes a call about the server: `field` is its field in SegmentRequest. Returns the array of the reply.
 std::string RowServers::ask(std::unique_ptr<RowLink>& link, size_t server, int field) {
   std::vector<Flow> flows(1);
-  std::string said;
+  std::string reply;
   flows[0].server = server;
   flows[0].link = std::move(link);
   flows[0].message = [field](int64_t) { return nested(field, ""); };
-  flows[0].sink = [&](const char* bytes, uint64_t size) { said.append(bytes, size); };
+  flows[0].sink = [&](const char* bytes, uint64_t size) { reply.append(bytes, size); };
   exchange(flows);
   link = std::move(flows[0].link);
-  return said;
+  return reply;
 }
 
 // Returns a connection that waits for a call; null if there is none.
@@ -537,15 +575,15 @@ std::unique_ptr<RowLink> RowServers::take(Process& process, size_t server) {
   std::unique_ptr<RowLink> link = take_tcp(process, server);
   if (!asks) return link;
   const std::string offer = ask(link, server, 8);
-  std::unique_ptr<RowLink> made = memory_link(offer, link->side, peer.by_memory);
-  if (made == nullptr) {
+  std::unique_ptr<RowLink> by_memory = memory_link(offer, link->side, peer.by_memory);
+  if (by_memory == nullptr) {
     const std::lock_guard<std::mutex> lock(process.mutex);
     peer.memory_not_before = Clock::now() + std::chrono::duration_cast<Clock::duration>(kMemoryAgain);
     return link;
   }
-  made->server = link->server;
+  by_memory->server = link->server;
   give_back(process, server, std::move(link));
-  return made;
+  return by_memory;
 }
 
 std::unique_ptr<RowLink> RowServers::take_tcp(Process& process, size_t server) {

@@ -58,6 +58,9 @@ class RowServers {
 
   RowServers(const std::string& servers, bool tls);
   void call(const ServerTable& table, bool rows, const int64_t* ids, int64_t n, const Entries& entries);
+  static void check_table(const Agreed& agreed, const ServerTable& table);
+  static void divide(const Agreed& agreed, const int64_t* ids, int64_t n, std::vector<Flow>& flows,
+                     std::vector<int64_t>& sorted, std::vector<int64_t>& places);
   void attempt(Process& process, const ServerTable& table, bool rows, const int64_t* ids, int64_t n,
                const Entries& entries);
   void exchange(std::vector<Flow>& flows);

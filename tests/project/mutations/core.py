@@ -323,7 +323,7 @@ BOUNDS = [
     ),
     Mutation(
         f"{CSRC}/bounds/eviction.cpp",
-        "if (rest.contains(slot)) continue;",
+        "if (left_out.contains(slot)) continue;",
         "",
         ["test_bounds"],
         "Rows that the batch looks up, and rows that a backward pass still needs, are"

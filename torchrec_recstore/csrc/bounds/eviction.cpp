@@ -13,8 +13,10 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kPart = 32;           // one row in this many of a full table moves to its cold store at once,
-constexpr int64_t kMostAtOnce = 4096;   // or at most this many, so that no step waits for many more rows than it needs
+// One row in this many of a full table moves to its cold store at once, or at most kMostAtOnce, so that no step waits
+// for many more rows than it needs.
+constexpr int64_t kPart = 32;
+constexpr int64_t kMostAtOnce = 4096;
 constexpr int64_t kExpiryParts = 4;     // number of searches for expired rows within Expiry.steps
 constexpr int64_t kTaskEntries = 4096;  // entries of the index in a task
 constexpr int64_t kRoundWalks = 128;    // tasks whose results are joined at once: at most 11 MB
@@ -97,7 +99,8 @@ struct Candidate {
   uint64_t mixed_id;
   Slot slot;
   bool operator<(const Candidate& other) const {
-    return rank != other.rank ? rank < other.rank : mixed_id < other.mixed_id;
+    if (rank != other.rank) return rank < other.rank;
+    return mixed_id < other.mixed_id;
   }
 };
 
@@ -105,14 +108,14 @@ struct Candidate {
 template <class Test>
 SlotSet slots_where(const Rows& rows, Executor& executor, const Test& test) {
   const int64_t slots = rows.slots();
-  SlotSet found(slots);
+  SlotSet matching(slots);
   // Each task writes words of its own.
   for_each_task(executor, (slots + kTaskSlots - 1) / kTaskSlots, [&](int64_t task) {
     for (int64_t s = task * kTaskSlots; s < std::min((task + 1) * kTaskSlots, slots); ++s) {
-      if (test(static_cast<Slot>(s))) found.add(static_cast<Slot>(s));
+      if (test(static_cast<Slot>(s))) matching.add(static_cast<Slot>(s));
     }
   });
-  return found;
+  return matching;
 }
 
 // Appends make(id, slot) for every row whose slot is in `slots`, in no particular order. cut(out) is called from time
@@ -142,8 +145,8 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
                           Executor& executor) {
   const Rows& rows = table.rows();
   const int64_t slots = rows.slots();
-  SlotSet rest = kept;  // kept slots, and slots without a row
-  rows.for_each_free([&](Slot slot) { rest.add(slot); });
+  SlotSet left_out = kept;  // kept slots, and slots without a row
+  rows.for_each_free([&](Slot slot) { left_out.add(slot); });
 
   static_assert(Policy::kClasses <= kNoClass);
   std::vector<uint16_t> classes(static_cast<size_t>(slots));
@@ -154,36 +157,36 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
     for (int64_t s = task * kTaskSlots; s < std::min((task + 1) * kTaskSlots, slots); ++s) {
       const auto slot = static_cast<Slot>(s);
       classes[s] = kNoClass;
-      if (rest.contains(slot)) continue;
+      if (left_out.contains(slot)) continue;
       const uint32_t of_slot = policy.class_of(rows.meta(slot));
       classes[s] = static_cast<uint16_t>(of_slot);
       ++counts[worker][of_slot];
     }
   });
   uint32_t last_class = 0;
-  int64_t found = 0;
+  int64_t rows_up_to_class = 0;
   for (; last_class < Policy::kClasses; ++last_class) {
-    for (const auto& some : counts) found += some.empty() ? 0 : some[last_class];
-    if (found >= count) break;
+    for (const auto& worker_counts : counts) {
+      if (!worker_counts.empty()) rows_up_to_class += worker_counts[last_class];
+    }
+    if (rows_up_to_class >= count) break;
   }
-  if (found == 0) return {};
+  if (rows_up_to_class == 0) return {};
   last_class = std::min(last_class, Policy::kClasses - 1);
 
   const SlotSet wanted = slots_where(rows, executor, [&](Slot slot) { return classes[slot] <= last_class; });
   // A class may contain all rows of the table, for example after a load. Only as many candidates as needed are kept.
-  const auto cut_to = [&](std::vector<Candidate>& some, int64_t most) {
-    if (static_cast<int64_t>(some.size()) <= most) return;
-    std::nth_element(some.begin(), some.begin() + count, some.end());
-    some.resize(static_cast<size_t>(count));
-  };
   std::vector<Candidate> candidates;
-  append_each_of(
-      table, wanted, executor,
-      [&](int64_t id, Slot slot) {
-        return Candidate{policy.rank(rows.meta(slot)), mix(static_cast<uint64_t>(id)), slot};
-      },
-      candidates, [&](std::vector<Candidate>& some) { cut_to(some, 2 * count); });
-  cut_to(candidates, count);
+  const auto cut_above = [&](int64_t most) {
+    if (static_cast<int64_t>(candidates.size()) <= most) return;
+    std::nth_element(candidates.begin(), candidates.begin() + count, candidates.end());
+    candidates.resize(static_cast<size_t>(count));
+  };
+  const auto candidate_of = [&](int64_t id, Slot slot) {
+    return Candidate{policy.rank(rows.meta(slot)), mix(static_cast<uint64_t>(id)), slot};
+  };
+  append_each_of(table, wanted, executor, candidate_of, candidates, [&](auto&) { cut_above(2 * count); });
+  cut_above(count);
   std::vector<Leaver> leavers;
   leavers.reserve(candidates.size());
   for (const Candidate& candidate : candidates) {
@@ -292,8 +295,8 @@ void EvictionQueue::prepare_next_era(const Policy& policy, const Table& table, i
   next_era_->rank_arrivals(*next, table);
   if (!next_era_->ready_) {
     const uint32_t middle = next_era_->last_next_ + (next->now - next_era_->last_next_) / 2;
-    return next_era_->walk(*next, table, policy.now < middle ? static_cast<double>(apart) / (middle - policy.now) : 1,
-                           executor);
+    const double part = policy.now < middle ? static_cast<double>(apart) / (middle - policy.now) : 1;
+    return next_era_->walk(*next, table, part, executor);
   }
   for (int64_t i = 0; i < kSettled * count && !next_era_->queue_.empty(); ++i) {
     if (next_era_->first_row(*next, table) != kNoSlot) return;
@@ -318,10 +321,12 @@ void EvictionQueue::walk(const Policy& policy, const Table& table, double part, 
     passed_.clear();
   }
   const uint64_t positions = index.positions(kTaskEntries);
-  const uint64_t rest = Index::kPositions - position_;
-  const uint64_t end = part >= 1
-                           ? Index::kPositions
-                           : position_ + std::min(rest, static_cast<uint64_t>(part * static_cast<double>(rest)) + 1);
+  uint64_t end = Index::kPositions;
+  if (part < 1) {
+    const uint64_t positions_left = Index::kPositions - position_;
+    const auto positions_of_part = static_cast<uint64_t>(part * static_cast<double>(positions_left)) + 1;
+    end = position_ + std::min(positions_left, positions_of_part);
+  }
   while (position_ < end) {
     const auto tasks =
         static_cast<int64_t>(std::min<uint64_t>(kRoundWalks, (end - position_ + positions - 1) / positions));

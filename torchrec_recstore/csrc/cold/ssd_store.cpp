@@ -138,7 +138,8 @@ uint32_t SsdIndex::remove(int64_t id) noexcept {
     i = i + 1 == part.capacity ? 0 : i + 1;
     if (part.places[i] == kNowhere) return before;
     const uint32_t from = home(part, hash_of(part.ids[i]));
-    if (hole < i ? hole < from && from <= i : hole < from || from <= i) continue;
+    const bool begins_behind_hole = hole < i ? hole < from && from <= i : hole < from || from <= i;
+    if (begins_behind_hole) continue;
     part.ids[hole] = part.ids[i];
     part.places[hole] = std::exchange(part.places[i], kNowhere);
     hole = i;
@@ -178,8 +179,8 @@ class SsdStore::Batch {
     if (store_.keep_ && before_.segment != kNowhere) {
       try {
         store_.erase_after(before_.segment, before_.used);
-        // Later entries take their place, and a process that opens the file drops the rest.
       } catch (const StorageError&) {
+        // Later entries take their place, and a process that opens the file drops the rest.
       }
     }
     for (; !taken_.empty(); taken_.pop_back()) {
@@ -315,10 +316,10 @@ void SsdStore::read_all(char* data, int64_t n, int64_t at) const {
 }
 
 void SsdStore::read(const Place* places, int64_t n, char* rows, Executor& executor) const {
-  const int64_t each = std::max(kReadRows, (n + executor.threads() - 1) / executor.threads());
-  for_each_task(executor, (n + each - 1) / each, [&](int64_t task) {
-    const int64_t begin = task * each;
-    read_part(places + begin, std::min(each, n - begin), rows + begin * row_bytes_);
+  const int64_t task_rows = std::max(kReadRows, (n + executor.threads() - 1) / executor.threads());
+  for_each_task(executor, (n + task_rows - 1) / task_rows, [&](int64_t task) {
+    const int64_t begin = task * task_rows;
+    read_part(places + begin, std::min(task_rows, n - begin), rows + begin * row_bytes_);
   });
 }
 
@@ -327,7 +328,8 @@ void SsdStore::read_part(const Place* places, int64_t n, char* rows) const {
   const int64_t gap = stride_ - row_bytes_;
   std::vector<char> headers(static_cast<size_t>(n * gap + 8));
   struct Run {
-    int64_t begin, rows;
+    int64_t begin;
+    int64_t rows;
   };
   std::vector<Run> missed;
   iovec parts[kMostIovs];
@@ -348,7 +350,8 @@ void SsdStore::read_part(const Place* places, int64_t n, char* rows) const {
       ++end;
     }
     const Run run{begin, end - begin};
-    const int64_t bytes = describe(run), at = offset(places[begin].number);
+    const int64_t bytes = describe(run);
+    const int64_t at = offset(places[begin].number);
     if (::preadv2(file_, parts, static_cast<int>(2 * run.rows), at, RWF_NOWAIT) != bytes) {
       ::posix_fadvise(file_, at, bytes, POSIX_FADV_WILLNEED);  // older kernels do not read ahead by RWF_NOWAIT
       missed.push_back(run);
@@ -356,7 +359,8 @@ void SsdStore::read_part(const Place* places, int64_t n, char* rows) const {
     begin = end;
   }
   for (const Run& run : missed) {
-    const int64_t bytes = describe(run), at = offset(places[run.begin].number);
+    const int64_t bytes = describe(run);
+    const int64_t at = offset(places[run.begin].number);
     ssize_t got = 0;
     do {
       got = ::preadv(file_, parts, static_cast<int>(2 * run.rows), at);
@@ -417,14 +421,14 @@ void SsdStore::remove(const int64_t* ids, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       if (index_.find(ids[i]) != kNowhere) gone.push_back(ids[i]);
     }
-    const auto each = 1 + row_bytes_ / 8;  // ids of an entry
-    const int64_t entries = (static_cast<int64_t>(gone.size()) + each - 1) / each;
+    const int64_t entry_ids = 1 + row_bytes_ / 8;
+    const int64_t entries = (static_cast<int64_t>(gone.size()) + entry_ids - 1) / entry_ids;
     if (entries == 0) return;
     std::vector<uint32_t> places;
     places.reserve(static_cast<size_t>(entries));
     std::vector<char> row(static_cast<size_t>(row_bytes_));
     Batch batch(*this, entries);
-    for (size_t i = 0; i < gone.size(); i += static_cast<size_t>(each)) {
+    for (size_t i = 0; i < gone.size(); i += static_cast<size_t>(entry_ids)) {
       set_deleted(&gone[i], gone.size() - i, row.data());
       places.push_back(batch.add(kDeletion, gone[i], row.data()));
     }
@@ -493,8 +497,10 @@ void SsdStore::erase_after(uint32_t segment, uint32_t used) {
 // Moves at most about `most` entries.
 void SsdStore::clean(int64_t most) {
   try {
-    for (int64_t moved = 0;
-         moved < most && used_segments() > kSpaceQuarters * live_ / 4 / per_segment_ + kSpareSegments;) {
+    const auto has_too_many_segments = [&] {
+      return used_segments() > kSpaceQuarters * live_ / 4 / per_segment_ + kSpareSegments;
+    };
+    for (int64_t moved = 0; moved < most && has_too_many_segments();) {
       const uint32_t segment = victim();
       if (segment == kNowhere) return;
       moved += move(segment) + 1;
@@ -524,10 +530,13 @@ uint32_t SsdStore::victim() {
     const Segment& segment = segments_[s];
     if (segment.sequence == 0 || segment.damaged || s == head_.segment) continue;
     if (std::find(freed_.begin(), freed_.end(), s) != freed_.end()) continue;
-    if (best == kNowhere ||
-        (oldest ? segment.sequence < segments_[best].sequence : segment.live < segments_[best].live)) {
+    if (best == kNowhere) {
       best = s;
+      continue;
     }
+    const Segment& present = segments_[best];
+    const bool is_better = oldest ? segment.sequence < present.sequence : segment.live < present.live;
+    if (is_better) best = s;
   }
   return best;
 }
@@ -552,45 +561,45 @@ int64_t SsdStore::move(uint32_t segment) {
     }
     for (uint32_t e = 0; e < per_segment_; ++e) {
       Header header;
-      char* entry = moving_.data() + sizeof(SegmentHeader) + e * stride_;
-      std::memcpy(&header, entry, sizeof header);
-      char* row = entry + sizeof header;
+      char* data = moving_.data() + sizeof(SegmentHeader) + e * stride_;
+      std::memcpy(&header, data, sizeof header);
+      char* row = data + sizeof header;
       const Place place = located(segment * per_segment_ + e);
       const uint32_t kind = header.left & kKindMask;
-      Needed each{place.number, kind, header.id, row};
+      Needed entry{place.number, kind, header.id, row};
       if (kind == kDeletion) {
         if (is_oldest) continue;
       } else if (index_.find(header.id) == place.number) {
-        each.kind = kRow;
+        entry.kind = kRow;
       } else {
         bool scanned = false;
         for (SsdScan* scan : scans_) scanned = scanned || scan->find(header.id, place.number) != nullptr;
         if (!scanned) continue;
-        each.kind = kFormer;
+        entry.kind = kFormer;
       }
       if (header.check != check(place, header, row)) {
         segments_[segment].damaged = true;
         throw StorageError(path_ + " is damaged");
       }
-      if (kind == kDeletion && !keep_deleted(each.id, row)) continue;
-      needed.push_back(each);
+      if (kind == kDeletion && !keep_deleted(entry.id, row)) continue;
+      needed.push_back(entry);
     }
   }
   std::vector<uint32_t> places;
   places.reserve(needed.size());
   Batch batch(*this, static_cast<int64_t>(needed.size()));
-  for (const Needed& each : needed) places.push_back(batch.add(each.kind, each.id, each.row));
+  for (const Needed& entry : needed) places.push_back(batch.add(entry.kind, entry.id, entry.row));
   batch.done();
   int64_t live = 0;
   for (size_t i = 0; i < needed.size(); ++i) {
-    const Needed& each = needed[i];
-    if (each.kind == kRow) index_.set(each.id, places[i]);
-    if (each.kind != kDeletion) {
+    const Needed& entry = needed[i];
+    if (entry.kind == kRow) index_.set(entry.id, places[i]);
+    if (entry.kind != kDeletion) {
       for (SsdScan* scan : scans_) {
-        if (auto* entry = scan->find(each.id, each.place)) entry->place = places[i];
+        if (auto* scanned = scan->find(needed[i].id, needed[i].place)) scanned->place = places[i];
       }
     }
-    if (each.kind == kFormer) continue;
+    if (entry.kind == kFormer) continue;
     ++segments_[places[i] / per_segment_].live;
     ++live;
   }
@@ -688,7 +697,8 @@ std::vector<uint32_t> SsdStore::counted_segments(const SsdEnd::State& end, int64
   const bool has_rows =
       std::any_of(end.segments.begin(), end.segments.end(), [](uint64_t sequence) { return sequence != 0; });
   if (has_rows && end.row_bytes != static_cast<uint64_t>(row_bytes_)) throw_other_rows(end.row_bytes);
-  std::vector<uint32_t> order, uncounted;
+  std::vector<uint32_t> order;
+  std::vector<uint32_t> uncounted;
   std::vector<uint32_t> stale;  // free segments without a header, whose words do not say that they are free
   const auto in_file = static_cast<uint32_t>((file_bytes + segment_bytes_ - 1) / segment_bytes_);
   const auto count = std::max(in_file, static_cast<uint32_t>(end.segments.size()));
@@ -800,15 +810,15 @@ void SsdStore::replay(uint32_t segment, uint32_t used, bool may_end, std::vector
     }
     if ((header.left & ~kKindMask) != 0) continue;
     std::vector<int64_t> ids;
-    for (const Replayed& each : pending) ids.push_back(each.id);
+    for (const Replayed& entry : pending) ids.push_back(entry.id);
     index_.reserve(ids.data(), static_cast<int64_t>(ids.size()));
     uint32_t last_deletion = kNowhere;
-    for (const Replayed& each : pending) {
-      if (each.kind == kRow) index_.set(each.id, each.place);
-      if (each.kind != kDeletion) continue;
-      index_.remove(each.id);
-      if (each.place == std::exchange(last_deletion, each.place)) continue;
-      ++segments_[each.place / per_segment_].live;
+    for (const Replayed& entry : pending) {
+      if (entry.kind == kRow) index_.set(entry.id, entry.place);
+      if (entry.kind != kDeletion) continue;
+      index_.remove(entry.id);
+      if (entry.place == std::exchange(last_deletion, entry.place)) continue;
+      ++segments_[entry.place / per_segment_].live;
       ++deletions_;
     }
     pending.clear();
@@ -831,9 +841,10 @@ SsdScan::~SsdScan() {
 }
 
 SsdScan::Entry* SsdScan::find(int64_t id, uint32_t place) {
-  const auto found = std::lower_bound(entries_.begin() + next_, entries_.end(), id,
+  const auto entry = std::lower_bound(entries_.begin() + next_, entries_.end(), id,
                                       [](const Entry& a, int64_t b) { return a.id < b; });
-  return found != entries_.end() && found->id == id && found->place == place ? &*found : nullptr;
+  if (entry == entries_.end() || entry->id != id || entry->place != place) return nullptr;
+  return &*entry;
 }
 
 void SsdScan::read(int64_t n, int64_t* ids, char* rows, Executor& executor) {

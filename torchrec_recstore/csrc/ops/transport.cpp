@@ -82,10 +82,13 @@ class Stream {
     if (places.has_value()) places_ = checked(*places, "places", ScalarType::Long, 1);
     window = checked(window, "window", ScalarType::Byte, 1);
     end_ = at + window.size(0);
-    int64_t next = 0, first = 0, entry = 0;
+    int64_t next = 0;   // in the stream
+    int64_t first = 0;  // in the rows of all tables
+    int64_t entry = 0;  // in places
     for (size_t t = 0; t < rows.size(); ++t) {
       rows[t] = checked(rows[t], "rows", ScalarType::Byte, 2);
-      const int64_t n = rows[t].size(0), bytes = rows[t].size(1);
+      const int64_t n = rows[t].size(0);
+      const int64_t bytes = rows[t].size(1);
       if (counts[t] < 0 || (!places.has_value() && counts[t] != n)) {
         throw InvalidArgument("counts must have the number of rows of each table");
       }
@@ -131,7 +134,8 @@ class Stream {
     return {bound(std::max(begin_, part.begin)), bound(std::max(end_, part.begin))};
   }
   void check_part(const Part& part) const {
-    const auto bytes = static_cast<int64_t>(part.bytes), end = part.begin + part.count * bytes;
+    const auto bytes = static_cast<int64_t>(part.bytes);
+    const int64_t end = part.begin + part.count * bytes;
     for (const int64_t edge : {begin_, end_}) {
       if (edge > part.begin && edge < end && (edge - part.begin) % bytes != 0) {
         throw InvalidArgument("window must begin and end between two rows");
@@ -148,7 +152,8 @@ class Stream {
     }
   }
 
-  int64_t begin_, end_ = 0;
+  int64_t begin_;
+  int64_t end_ = 0;
   std::optional<Tensor> places_;
   std::vector<Part> tables_;
 };
@@ -218,30 +223,36 @@ std::tuple<Tensor, Tensor, Tensor> ids_split(Tensor ids, std::vector<int64_t> ta
   if (n < 1 || n >= kMostOwners) throw InvalidArgument("n must be from 1 to " + std::to_string(kMostOwners - 1));
   if (slots < 1) throw InvalidArgument("owners must have an entry");
   check_counts(tables, static_cast<int64_t>(tables.size()), "table", ids.size(0));
-  const int64_t *id = id_data(ids), *owner_of = id_data(owners), all = ids.size(0);
+  const int64_t* id = id_data(ids);
+  const int64_t* owner_of = id_data(owners);
+  const int64_t n_ids = ids.size(0);
   for (int64_t i = 0; i < slots; ++i) {
     if (owner_of[i] < 0 || owner_of[i] >= n) throw InvalidArgument("owners must be from 0 to " + std::to_string(n - 1));
   }
   const auto width = static_cast<int64_t>(tables.size());
-  Tensor sorted = empty({all}, ScalarType::Long), places = empty({all}, ScalarType::Long),
-         counts = empty({n, width}, ScalarType::Long);
-  std::vector<uint16_t> owner(static_cast<size_t>(all));
+  Tensor sorted = empty({n_ids}, ScalarType::Long);
+  Tensor places = empty({n_ids}, ScalarType::Long);
+  Tensor counts = empty({n, width}, ScalarType::Long);
+  std::vector<uint16_t> owner(static_cast<size_t>(n_ids));
   std::vector<int64_t> begins(static_cast<size_t>(n) + 1, 0);
-  int64_t *out = mutable_data<int64_t>(sorted), *place = mutable_data<int64_t>(places),
-          *count = mutable_data<int64_t>(counts);
+  auto* out = mutable_data<int64_t>(sorted);
+  auto* place = mutable_data<int64_t>(places);
+  auto* count = mutable_data<int64_t>(counts);
   std::fill(count, count + n * width, 0);
-  for (int64_t t = 0, i = 0; t < width; ++t) {
-    for (const int64_t end = i + tables[t]; i < end; ++i) {
+  int64_t i = 0;
+  for (int64_t t = 0; t < width; ++t) {
+    const int64_t end = i + tables[t];
+    for (; i < end; ++i) {
       owner[i] = static_cast<uint16_t>(owner_of[slot_of(id[i], slots)]);
       ++count[owner[i] * width + t];
       ++begins[owner[i] + 1];
     }
   }
   std::partial_sum(begins.begin(), begins.end(), begins.begin());
-  for (int64_t i = 0; i < all; ++i) {
-    const int64_t p = begins[owner[i]]++;
-    out[p] = id[i];
-    place[p] = i;
+  for (int64_t position = 0; position < n_ids; ++position) {
+    const int64_t p = begins[owner[position]]++;
+    out[p] = id[position];
+    place[p] = position;
   }
   return {std::move(sorted), std::move(places), std::move(counts)};
 }
@@ -250,17 +261,20 @@ std::tuple<Tensor, Tensor, Tensor> ids_split(Tensor ids, std::vector<int64_t> ta
 // of its table, and the number of distinct ids of each table. counts: the number of ids of each table.
 std::tuple<Tensor, Tensor, Tensor> ids_distinct(Tensor ids, std::vector<int64_t> counts) {
   ids = checked_ids(ids);
-  const int64_t all = ids.size(0);
+  const int64_t n_ids = ids.size(0);
   const auto tables = static_cast<int64_t>(counts.size());
-  check_counts(counts, tables, "table", all);
-  if (all >= int64_t{1} << 31) throw InvalidArgument("ids must have fewer than 2**31 entries");
-  Tensor places = empty({all}, ScalarType::Long), sizes = empty({tables}, ScalarType::Long);
-  std::vector<int64_t> found(static_cast<size_t>(all)), begins(counts.size() + 1, 0);
+  check_counts(counts, tables, "table", n_ids);
+  if (n_ids >= int64_t{1} << 31) throw InvalidArgument("ids must have fewer than 2**31 entries");
+  Tensor places = empty({n_ids}, ScalarType::Long);
+  Tensor sizes = empty({tables}, ScalarType::Long);
+  std::vector<int64_t> distinct_ids(static_cast<size_t>(n_ids));  // those of a table lie where its ids lie in `ids`
+  std::vector<int64_t> begins(counts.size() + 1, 0);
   std::partial_sum(counts.begin(), counts.end(), begins.begin() + 1);
-  int64_t *place = mutable_data<int64_t>(places), *size = mutable_data<int64_t>(sizes);
+  auto* place = mutable_data<int64_t>(places);
+  auto* size = mutable_data<int64_t>(sizes);
   const int64_t* id = id_data(ids);
   for_each_task(executor(), tables, [&](int64_t t) {
-    int64_t* distinct = found.data() + begins[t];
+    int64_t* distinct = distinct_ids.data() + begins[t];
     int bits = 4;
     while ((int64_t{1} << bits) < 2 * counts[t]) ++bits;
     std::vector<uint32_t> buckets(size_t{1} << bits, 0);  // the position of an id among the distinct ones, plus 1
@@ -280,7 +294,7 @@ std::tuple<Tensor, Tensor, Tensor> ids_distinct(Tensor ids, std::vector<int64_t>
   });
   Tensor distinct = empty({std::accumulate(size, size + tables, int64_t{0})}, ScalarType::Long);
   auto* out = mutable_data<int64_t>(distinct);
-  for (int64_t t = 0; t < tables; ++t) out = std::copy_n(found.data() + begins[t], size[t], out);
+  for (int64_t t = 0; t < tables; ++t) out = std::copy_n(distinct_ids.data() + begins[t], size[t], out);
   return {std::move(distinct), std::move(places), std::move(sizes)};
 }
 
