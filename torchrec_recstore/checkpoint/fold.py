@@ -257,10 +257,11 @@ class _Removal:
         """Returns whether each id remains: (N,) bool for (N,) ids in ascending order."""
         is_listed = torch.zeros_like(ids, dtype=torch.bool)
         for part, listed in self._listed:
-            if len(ids) and part.first_id <= ids[-1] and ids[0] <= part.last_id:
-                begin = torch.searchsorted(listed, ids[0])
-                end = torch.searchsorted(listed, ids[-1], right=True)
-                is_listed |= among(ids, listed[begin:end])
+            if not len(ids) or part.first_id > ids[-1] or ids[0] > part.last_id:
+                continue
+            begin = torch.searchsorted(listed, ids[0])
+            end = torch.searchsorted(listed, ids[-1], right=True)
+            is_listed |= among(ids, listed[begin:end])
         return is_listed if self._lists_those_that_stay else ~is_listed
 
 

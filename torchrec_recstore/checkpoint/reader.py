@@ -169,13 +169,17 @@ def _checked(
     if verify:
         check_file(path, info.files[part.file])
     file = _opened(path)
-    ids: Tensor = file.get_tensor("ids") if "ids" in file.keys() else torch.empty(0)  # noqa: SIM118
+    ids = torch.empty(0)
+    if "ids" in file.keys():  # noqa: SIM118
+        ids = file.get_tensor("ids")
     if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) != part.rows:
         raise CheckpointError(
             f"{path} has ids of shape {tuple(ids.shape)}, and metadata.json says"
             f" {part.rows}"
         )
-    has_ends = int(ids[0]) == part.first_id and int(ids[-1]) == part.last_id
+    first_id = int(ids[0])
+    last_id = int(ids[-1])
+    has_ends = first_id == part.first_id and last_id == part.last_id
     is_ascending = bool((ids[1:] > ids[:-1]).all())
     if not has_ends or not is_ascending:
         raise CheckpointError(
