@@ -1,5 +1,6 @@
-"""The measurement of ``cuda.py``: each side is interleaved with the dense part alone,
-and then traced.
+"""The measurement of ``cuda.py``.
+
+Each side is interleaved with the dense part alone, and then traced.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerator_sides import BATCHES, SIDES, Shape, dense_alone
-from device import no_device, no_fbgemm, synchronize, traced
+from device import Copies, no_device, no_fbgemm, synchronize, traced
 from figures import CUDA, cuda_figures, markdown
 from measure import clock, emit, spread
 
@@ -58,41 +59,49 @@ def measure(
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    step, dense = SIDES[name](shape), dense_alone(shape)
-    for each in (step, dense):
-        block(each, 2 * BATCHES, device)
-    times = [
-        [block(each, arguments.steps, device) for each in (step, dense)]
-        for _ in range(arguments.rounds)
+    step = SIDES[name](shape)
+    dense = dense_alone(shape)
+    block(step, 2 * BATCHES, device)
+    block(dense, 2 * BATCHES, device)
+    step_s = []
+    dense_s = []
+    for _ in range(arguments.rounds):
+        step_s.append(block(step, arguments.steps, device))
+        dense_s.append(block(dense, arguments.steps, device))
+    over_dense = [
+        seconds / alone for seconds, alone in zip(step_s, dense_s, strict=True)
     ]
 
     def steps() -> None:
         for i in range(arguments.steps):
             step(i)
 
-    seen = traced(steps, device)
+    timeline = traced(steps, device)
 
-    def of_a_step(**counts: int) -> dict[str, float]:
+    def per_step(counts: dict[str, int]) -> dict[str, float]:
         return {key: round(count / arguments.steps, 1) for key, count in counts.items()}
 
-    copies = {
-        way: of_a_step(
-            count=len(each.sizes), bytes=sum(each.sizes), pageable=each.pageable
+    def copies_per_step(copies: Copies) -> dict[str, float]:
+        return per_step(
+            {
+                "count": len(copies.sizes),
+                "bytes": sum(copies.sizes),
+                "pageable": copies.pageable,
+            }
         )
-        for way, each in (("up", seen.up), ("down", seen.down))
-    }
+
+    device_bytes = None
+    if device.type == "cuda":
+        device_bytes = torch.cuda.max_memory_allocated(device)
     return {
-        "step_ms": spread([time for time, _ in times]),
-        "dense_ms": spread([time for _, time in times]),
-        "step_over_dense_alone": round(
-            spread([time / alone for time, alone in times], 1)["median"], 3
-        ),
-        "device_bytes": (
-            torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        ),
-        **copies,
-        "overlap": seen.overlap,
-        "waits": of_a_step(**seen.waits),
+        "step_ms": spread(step_s),
+        "dense_ms": spread(dense_s),
+        "step_over_dense_alone": round(spread(over_dense, 1)["median"], 3),
+        "device_bytes": device_bytes,
+        "up": copies_per_step(timeline.up),
+        "down": copies_per_step(timeline.down),
+        "overlap": timeline.overlap,
+        "waits": per_step(timeline.waits),
     }
 
 
@@ -117,53 +126,48 @@ def main(about: str | None) -> int:
     parser.add_argument("--steps", type=int, default=10, help="the steps of a round")
     parser.add_argument("--rounds", type=int, default=12)
     arguments = parser.parse_args()
-    asked = arguments.sides.split(",")
-    if unknown := [side for side in asked if side not in SIDES]:
-        parser.error(f"there is no side {unknown[0]!r}: {', '.join(SIDES)}")
+    sides = arguments.sides.split(",")
+    for side in sides:
+        if side not in SIDES:
+            parser.error(f"there is no side {side!r}: {', '.join(SIDES)}")
     device = torch.device(arguments.device)
-    if device.type == "cuda" and (reason := no_device()):
-        print(
-            f"error: {reason} (--device cpu tests this script without one)",
-            file=sys.stderr,
-        )
-        return 1
+    device_name = "cpu: a test, not a measurement"
+    if device.type == "cuda":
+        reason = no_device()
+        if reason is not None:
+            print(
+                f"error: {reason} (--device cpu tests this script without one)",
+                file=sys.stderr,
+            )
+            return 1
+        device_name = torch.cuda.get_device_name()
     rows = []
-    for side in asked:
+    for side in sides:
         row = {
             "benchmark": "cuda",
-            "device": (
-                torch.cuda.get_device_name()
-                if device.type == "cuda"
-                else "cpu: a test, not a measurement"
-            ),
+            "device": device_name,
             "side": side,
-            **{
-                key: getattr(arguments, key)
-                for key in ("tables", "dim", "batch_size", "rows")
-            },
+            "tables": arguments.tables,
+            "dim": arguments.dim,
+            "batch_size": arguments.batch_size,
+            "rows": arguments.rows,
         }
-        if reason := not_here(side, device):
+        reason = not_here(side, device)
+        if reason is not None:
             row["not_measured"] = reason
         else:
             if side not in TORCH_ALONE:
                 _join_group(device)
             try:
                 row |= measure(side, arguments, device)
-            except (
-                Exception
-            ) as error:  # one side that fails does not lose the figures of the others
+            except Exception as error:
+                # One side that fails does not lose the figures of the others.
                 row["error"] = f"{type(error).__name__}: {error}"
         emit(row)
         rows.append(row)
-    print(
-        "\n".join(
-            [
-                f"{rows[0]['device']}, torch {torch.__version__}",
-                "",
-                *markdown(CUDA, cuda_figures(rows)),
-            ]
-        )
-    )
+    print(f"{device_name}, torch {torch.__version__}")
+    print()
+    print("\n".join(markdown(CUDA, cuda_figures(rows))))
     sys.stdout.flush()
     # the shutdown of gloo sometimes aborts (torch 2.13)
     os._exit(int(any("error" in row for row in rows)))

@@ -62,67 +62,64 @@ class DensePart(nn.Module):
         torch.manual_seed(0)
         self.bottom = _layers([DENSE_FEATURES, 512, 256, shape.dim])
         vectors = shape.tables + 1
-        self.top = _layers(
-            [shape.dim + vectors * (vectors - 1) // 2, 512, 512, 256, 1]
-        )[:-1]
-        self.register_buffer(
-            "pairs", torch.triu_indices(vectors, vectors, 1), persistent=False
-        )
+        products = vectors * (vectors - 1) // 2
+        # the logits have no activation
+        self.top = _layers([shape.dim + products, 512, 512, 256, 1])[:-1]
+        pairs = torch.triu_indices(vectors, vectors, 1)
+        self.register_buffer("pairs", pairs, persistent=False)
         self.to(shape.device)
 
     def forward(self, dense: Tensor, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Returns the loss, ()."""
         bottom = self.bottom(dense)
         vectors = torch.cat([bottom[:, None], embeddings], 1)
-        products = torch.bmm(vectors, vectors.transpose(1, 2))[
-            :, self.pairs[0], self.pairs[1]
-        ]
+        all_products = torch.bmm(vectors, vectors.transpose(1, 2))
+        products = all_products[:, self.pairs[0], self.pairs[1]]
         logits = self.top(torch.cat([bottom, products], 1)).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
 def _layers(sizes: list[int]) -> nn.Sequential:
-    return nn.Sequential(
-        *[each for i, o in pairwise(sizes) for each in (nn.Linear(i, o), nn.ReLU())]
-    )
+    layers = nn.Sequential()
+    for inputs, outputs in pairwise(sizes):
+        layers.append(nn.Linear(inputs, outputs))
+        layers.append(nn.ReLU())
+    return layers
 
 
 def batches(shape: Shape) -> list[HostBatch]:
     """Returns the batches, which are the same for each side."""
     generator = torch.Generator().manual_seed(1)
-    made = [
-        HostBatch(
-            torch.rand(shape.batch_size, DENSE_FEATURES, generator=generator),
-            torch.randint(
-                0, shape.rows, (shape.tables * shape.batch_size,), generator=generator
-            ),
-            torch.randint(0, 2, (shape.batch_size,), generator=generator).float(),
-        )
-        for _ in range(BATCHES)
-    ]
-    if shape.device.type == "cpu":
-        return made
-    return [
-        HostBatch(*(each.pin_memory() for each in (b.dense, b.ids, b.labels)))
-        for b in made
-    ]
+    num_ids = shape.tables * shape.batch_size
+    host_batches = []
+    for _ in range(BATCHES):
+        dense = torch.rand(shape.batch_size, DENSE_FEATURES, generator=generator)
+        ids = torch.randint(0, shape.rows, (num_ids,), generator=generator)
+        labels = torch.randint(0, 2, (shape.batch_size,), generator=generator).float()
+        if shape.device.type != "cpu":
+            dense = dense.pin_memory()
+            ids = ids.pin_memory()
+            labels = labels.pin_memory()
+        host_batches.append(HostBatch(dense, ids, labels))
+    return host_batches
 
 
 def _trained(shape: Shape, embeddings: Callable[[HostBatch], Tensor]) -> Step:
-    """Returns the step of a model whose embeddings, (B, tables, dim) on the device,
-    come from a function.
+    """Returns the step of a model whose embeddings come from a function.
+
+    The function returns (B, tables, dim) on the device.
     """
-    part, host = DensePart(shape), batches(shape)
+    part = DensePart(shape)
+    host_batches = batches(shape)
     optimizer = torch.optim.SGD(part.parameters(), lr=LEARNING_RATE)
 
     def step(i: int) -> None:
-        batch = host[i % BATCHES]
+        batch = host_batches[i % BATCHES]
         optimizer.zero_grad(set_to_none=True)
-        dense, labels = (
-            each.to(shape.device, non_blocking=True)
-            for each in (batch.dense, batch.labels)
-        )
-        part(dense, embeddings(batch), labels).backward()
+        dense = batch.dense.to(shape.device, non_blocking=True)
+        labels = batch.labels.to(shape.device, non_blocking=True)
+        loss = part(dense, embeddings(batch), labels)
+        loss.backward()
         optimizer.step()
 
     return step
@@ -133,10 +130,8 @@ def dense_alone(shape: Shape) -> Step:
 
     They get gradients and no update.
     """
-    rows = (
-        torch.randn(shape.batch_size, shape.tables, shape.dim, device=shape.device)
-        * 0.01
-    )
+    size = (shape.batch_size, shape.tables, shape.dim)
+    rows = torch.randn(size, device=shape.device) * 0.01
     return _trained(shape, lambda batch: rows.detach().requires_grad_())
 
 
@@ -168,8 +163,9 @@ def kernel(shape: Shape) -> Step:
 
 
 def eager(shape: Shape) -> Step:
-    """One ``RecStoreEmbeddingBag`` for each table, with ids on the device, as in a
-    model that was moved there.
+    """One ``RecStoreEmbeddingBag`` for each table, with ids on the device.
+
+    A model that was moved to the device is like this.
     """
     bags = [
         RecStoreEmbeddingBag(
@@ -185,10 +181,10 @@ def eager(shape: Shape) -> Step:
         _fill(bag.table, shape)
 
     def embeddings(batch: HostBatch) -> Tensor:
-        ids = batch.ids.to(shape.device, non_blocking=True).view(
-            shape.tables, shape.batch_size, 1
-        )
-        return torch.stack([bag(each) for bag, each in zip(bags, ids, strict=True)], 1)
+        ids = batch.ids.to(shape.device, non_blocking=True)
+        ids_of_bags = ids.view(shape.tables, shape.batch_size, 1)
+        pooled = [bag(bag_ids) for bag, bag_ids in zip(bags, ids_of_bags, strict=True)]
+        return torch.stack(pooled, 1)
 
     return _trained(shape, embeddings)
 
@@ -279,18 +275,20 @@ def _torchrec(
             _fill(table, shape)
     dense = dict(in_backward_optimizer_filter(model.named_parameters())).values()
     lengths = torch.ones(shape.tables * shape.batch_size, dtype=torch.int32)
-    made = [
-        Batch(b.dense, KeyedJaggedTensor(names, b.ids, lengths=lengths), b.labels)
-        for b in batches(shape)
-    ]
-    if shape.device.type != "cpu":
-        made = [batch.pin_memory() for batch in made]
-    return model, torch.optim.SGD(dense, lr=LEARNING_RATE), made
+    torchrec_batches = []
+    for host_batch in batches(shape):
+        features = KeyedJaggedTensor(names, host_batch.ids, lengths=lengths)
+        batch = Batch(host_batch.dense, features, host_batch.labels)
+        if shape.device.type != "cpu":
+            batch = batch.pin_memory()
+        torchrec_batches.append(batch)
+    return model, torch.optim.SGD(dense, lr=LEARNING_RATE), torchrec_batches
 
 
 def sharded(compute_kernel: str | None) -> Callable[[Shape], Step]:
-    """A model that TorchRec has sharded, with RecStore tables or with a compute kernel
-    of TorchRec.
+    """A model that TorchRec has sharded.
+
+    It has RecStore tables, or a compute kernel of TorchRec.
     """
 
     def side(shape: Shape) -> Step:
@@ -298,7 +296,9 @@ def sharded(compute_kernel: str | None) -> Callable[[Shape], Step]:
 
         def step(i: int) -> None:
             optimizer.zero_grad(set_to_none=True)
-            model(host[i % BATCHES].to(shape.device, non_blocking=True))[0].backward()
+            batch = host[i % BATCHES].to(shape.device, non_blocking=True)
+            loss, _ = model(batch)
+            loss.backward()
             optimizer.step()
 
         return step
@@ -307,8 +307,9 @@ def sharded(compute_kernel: str | None) -> Callable[[Shape], Step]:
 
 
 def pipeline(shape: Shape) -> Step:
-    """RecStore tables in ``RecStorePrefetchPipeline``, which copies the batches to the
-    device.
+    """RecStore tables in ``RecStorePrefetchPipeline``.
+
+    It copies the batches to the device.
     """
     from torchrec_recstore import RecStorePrefetchPipeline
 
@@ -323,5 +324,7 @@ SIDES: dict[str, Callable[[Shape], Step]] = {
     "eager": eager,
     "recstore": sharded(None),
     "pipeline": pipeline,
-    **{name: sharded(name) for name in ("fused", "fused_uvm", "fused_uvm_caching")},
+    "fused": sharded("fused"),
+    "fused_uvm": sharded("fused_uvm"),
+    "fused_uvm_caching": sharded("fused_uvm_caching"),
 }

@@ -1,7 +1,9 @@
-"""Trains on more ids than memory has room for, and once more with a kill in the middle.
+r"""Trains on more ids than memory has room for, and once more with a kill in between.
 
-    make big                                      # 50 M samples over 200 M ids, 4 GiB of rows in memory
-    python benchmarks/big.py runs/big --samples 200000 --ids 600000 --memory-mb 12 --every 20480
+    # 50 M samples over 200 M ids, 4 GiB of rows in memory
+    make big
+    python benchmarks/big.py runs/big --samples 200000 --ids 600000 \
+        --memory-mb 12 --every 20480
 
 A model with four tables trains on generated samples. The popularity of the ids is a
 power law, and it drifts: in the course of the run, new ids take the places of a fifth
@@ -47,21 +49,19 @@ EXPONENT = 1.05
 # the share of the ids, popular or rare, in whose place others have come after the whole
 # run
 REPLACED = 0.2
-KEPT = 4  # intervals after which an unused row expires
+EXPIRY = 4  # intervals after which an unused row expires
 WARM_UP = 6  # intervals until the first expired rows have been deleted from RocksDB
 CHAIN = 5  # checkpoints of a chain: a full one and its deltas
 POINTS = 100  # a run has this number of points, at most
 
 
 class Size(NamedTuple):
-    """The size of a run: training samples, different ids at a time, rows in memory,
-    samples of an interval.
-    """
+    """The size of a run."""
 
-    samples: int
-    ids: int
-    max_rows: int
-    every: int
+    samples: int  # of the training
+    ids: int  # different ids at a time
+    max_rows: int  # in memory
+    every: int  # samples of an interval
 
 
 # ---- The samples ----
@@ -81,8 +81,10 @@ def _mixed(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def samples_of(
     step: int, size: Size
 ) -> tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.float32]]:
-    """Returns the ids of each table, (4096 * ids of a sample,), and the labels,
-    (4096,), of a step.
+    """Returns the samples of a step.
+
+    Returns:
+        The ids of each table, (4096 * ids of a sample,), and the labels, (4096,).
     """
     random = np.random.default_rng([7, step])
     logits = np.zeros(BATCH, np.float32)
@@ -143,24 +145,26 @@ def train(folder: Path, size: Size) -> None:
     class Clicks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            tables = [
+                EmbeddingBagConfig(
+                    name=name,
+                    embedding_dim=DIM,
+                    num_embeddings=size.ids,
+                    feature_names=[name],
+                )
+                for name in SHARES
+            ]
             self.tables = EmbeddingBagCollection(
-                tables=[
-                    EmbeddingBagConfig(
-                        name=name,
-                        embedding_dim=DIM,
-                        num_embeddings=size.ids,
-                        feature_names=[name],
-                    )
-                    for name in SHARES
-                ],
-                device=torch.device("meta"),
+                tables=tables, device=torch.device("meta")
             )
             self.dense = nn.Sequential(
                 nn.Linear(DIM * len(SHARES), 64), nn.ReLU(), nn.Linear(64, 1)
             )
 
         def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-            return self.dense(self.tables(features).values()).squeeze(1)  # type: ignore[no-any-return]
+            pooled = self.tables(features).values()
+            logits: torch.Tensor = self.dense(pooled)
+            return logits.squeeze(1)
 
     # docs/errors.md explains what TorchRec and torch warn of
     warnings.simplefilter("ignore")
@@ -168,7 +172,8 @@ def train(folder: Path, size: Size) -> None:
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    steps, every = size.samples // BATCH, max(1, size.every // BATCH)
+    steps = size.samples // BATCH
+    every = max(1, size.every // BATCH)
     (folder / "cold").mkdir(exist_ok=True)
     (folder / "checkpoints").mkdir(exist_ok=True)
     module = Clicks()
@@ -178,7 +183,7 @@ def train(folder: Path, size: Size) -> None:
         cold = RocksDBStore(str(folder / "cold" / name))
         options = TableOptions(
             max_rows=int(size.max_rows * share),
-            expiry=Expiry(KEPT * every),
+            expiry=Expiry(EXPIRY * every),
             cold_store=cold,
         )
         constraints[name] = RecStoreConstraints(options=options)
@@ -197,26 +202,20 @@ def train(folder: Path, size: Size) -> None:
     checkpoints = folder / "checkpoints"
     saved = sorted(checkpoints.glob("step-*"))
     newest = saved[-1] if saved else None
-    step, points = 0, folder / "points.jsonl"
+    step = 0
+    points = folder / "points.jsonl"
     if newest is not None:
         adam.init_state()
         state = load_checkpoint(model, newest).training_state or {}
         adam.load_state_dict(state["dense"])
         step = state["step"]
-        kept = [
-            line
-            for line in points.read_text().splitlines()
-            if json.loads(line)["samples"] <= step * BATCH
-        ]
-        points.write_text("".join(f"{line}\n" for line in kept))
+        _drop_points(points, after=step * BATCH)
     lengths = torch.cat([torch.full((BATCH,), BAGS[name]) for name in SHARES])
-    a_point = max(1, steps // POINTS)
-    before, begin, losses = (
-        combined(table_stats(model).values()),
-        time.perf_counter(),
-        [],
-    )
+    steps_of_point = max(1, steps // POINTS)
+    earlier = combined(table_stats(model).values())
+    losses = []
     generating = 0.0
+    begin = time.perf_counter()
     with points.open("a") as out:
         while step < steps:
             generating -= time.perf_counter()
@@ -232,71 +231,88 @@ def train(folder: Path, size: Size) -> None:
             adam.step()
             losses.append(loss.item())
             step += 1
-            if step % a_point == 0:
-                seconds, now = (
-                    time.perf_counter() - begin,
-                    combined(table_stats(model).values()),
-                )
-                looked = now.lookups - before.lookups
+            if step % steps_of_point == 0:
+                seconds = time.perf_counter() - begin
+                stats = combined(table_stats(model).values())
+                lookups = stats.lookups - earlier.lookups
                 point = {
                     "samples": step * BATCH,
                     "samples_per_second": len(losses) * BATCH / seconds,
                     "generated_per_second": len(losses) * BATCH / generating,
                     "rss": anonymous_bytes(),
-                    "hit_rate": (now.hits - before.hits) / looked,
-                    "cold_rate": (now.cold_hits - before.cold_hits) / looked,
-                    "rows": now.rows,
-                    "cold_rows": now.cold_rows,
-                    "bytes": now.bytes,
+                    "hit_rate": (stats.hits - earlier.hits) / lookups,
+                    "cold_rate": (stats.cold_hits - earlier.cold_hits) / lookups,
+                    "rows": stats.rows,
+                    "cold_rows": stats.cold_rows,
+                    "bytes": stats.bytes,
                     "loss": sum(losses) / len(losses),
                 }
                 print(json.dumps(point), file=out, flush=True)
-                before, begin, generating, losses = now, time.perf_counter(), 0.0, []
+                earlier = stats
+                losses = []
+                generating = 0.0
+                begin = time.perf_counter()
             if step % every == 0:
-                pause = time.perf_counter()
+                pause_begin = time.perf_counter()
                 path = checkpoints / f"step-{step:08}"
                 state = {"step": step, "dense": adam.state_dict()}
-                full = (step // every - 1) % CHAIN == 0
+                is_full = (step // every - 1) % CHAIN == 0
                 save_checkpoint(
-                    model, path, training_state=state, delta_of=None if full else newest
+                    model,
+                    path,
+                    training_state=state,
+                    delta_of=None if is_full else newest,
                 )
-                for old in checkpoints.iterdir() if full else ():
-                    if old != path:
-                        shutil.rmtree(old)
+                if is_full:
+                    for checkpoint in checkpoints.iterdir():
+                        if checkpoint != path:
+                            shutil.rmtree(checkpoint)
                 newest = path
                 # checkpoints are measured by themselves
-                begin += time.perf_counter() - pause
+                begin += time.perf_counter() - pause_begin
     final = save_checkpoint(
         model, folder / "final", training_state={"dense": adam.state_dict()}
     )
-    rows = {
-        name: each.rows + each.cold_rows for name, each in table_stats(model).items()
-    }
+    rows = {}
+    for name, stats in table_stats(model).items():
+        rows[name] = stats.rows + stats.cold_rows
     (folder / "end.json").write_text(json.dumps({"rows": rows, "bytes": final.bytes}))
+
+
+def _drop_points(points: Path, after: int) -> None:
+    """Removes the points after a number of samples, which a killed run has written."""
+    lines = []
+    for line in points.read_text().splitlines():
+        if json.loads(line)["samples"] <= after:
+            lines.append(f"{line}\n")
+    points.write_text("".join(lines))
 
 
 # ---- The two runs ----
 
 
 def run(folder: Path, size: Size, kill_at: int | None) -> dict[str, Any]:
-    """Makes one run in a process of its own, and returns its points, its end, and the
-    checksums of its files.
+    """Makes one run in a separate process.
 
     Args:
         folder: The folder of the run.
         size: The size of the run.
         kill_at: The number of samples after which the process is killed. None: it is
             not killed.
+
+    Returns:
+        The points of the run, its end, and the checksums of its files.
     """
     folder.mkdir(parents=True)
     points = folder / "points.jsonl"
-    command = [sys.executable, __file__, "--train", str(folder), *map(str, size)]
-    begin, kills = time.perf_counter(), 0
+    numbers = [str(number) for number in size]
+    command = [sys.executable, __file__, "--train", str(folder), *numbers]
+    kills = 0
+    begin = time.perf_counter()
     process = subprocess.Popen(command)
-    with tqdm(
-        desc=folder.name, total=size.samples, unit=" samples", unit_scale=True
-    ) as bar:
-        while (status := process.poll()) is None:
+    bar = tqdm(desc=folder.name, total=size.samples, unit=" samples", unit_scale=True)
+    with bar:
+        while process.poll() is None:
             time.sleep(0.05)
             bar.update(_last(points) - bar.n)
             if kill_at is not None and kills == 0 and bar.n >= kill_at:
@@ -304,12 +320,14 @@ def run(folder: Path, size: Size, kill_at: int | None) -> dict[str, Any]:
                 process.wait()
                 kills += 1
                 process = subprocess.Popen(command)
+    status = process.returncode
     if status:
         raise SystemExit(f"the process of {folder} has ended with the status {status}")
     seconds = time.perf_counter() - begin
     files = json.loads((folder / "final" / "metadata.json").read_text())["files"]
-    made = sorted((folder / "checkpoints").iterdir())
-    sizes = [sum(file.stat().st_size for file in each.iterdir()) for each in made]
+    sizes = []
+    for checkpoint in sorted((folder / "checkpoints").iterdir()):
+        sizes.append(sum(file.stat().st_size for file in checkpoint.iterdir()))
     shutil.rmtree(folder / "cold")
     shutil.rmtree(folder / "checkpoints")
     shutil.rmtree(folder / "final")
@@ -325,31 +343,36 @@ def run(folder: Path, size: Size, kill_at: int | None) -> dict[str, Any]:
 
 def _last(points: Path) -> int:
     """Returns the number of samples of the last complete point."""
-    lines = points.read_text().split("\n")[:-1] if points.exists() else []
-    return int(json.loads(lines[-1])["samples"]) if lines else 0
+    if not points.exists():
+        return 0
+    complete_lines = points.read_text().split("\n")[:-1]
+    if not complete_lines:
+        return 0
+    return int(json.loads(complete_lines[-1])["samples"])
 
 
 def warm(points: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
-    """Returns the points after the warm-up of a run with intervals of ``every``
-    samples.
+    """Returns the points after the warm-up of a run.
+
+    Its intervals have ``every`` samples.
     """
     return [point for point in points if point["samples"] > WARM_UP * every]
 
 
 def spread_of(points: list[dict[str, Any]], name: str, every: int) -> float:
-    """Returns by how much a value leaves its median after the warm-up, at most, as a
-    share of the median.
+    """Returns the largest distance of a value from its median after the warm-up.
 
-    The value of an interval of ``every`` samples, the time between two checkpoints, is
+    It is a share of the median. The value of an interval of ``every`` samples, the time between two checkpoints, is
     the mean of its points. The speed of an interval is the harmonic mean, which is its
     samples over its time, because points have as many samples. The generation of the
     samples is the same work in each step: its speed tells how steady the machine is.
     """
     intervals: dict[int, list[float]] = {}
-    for each in warm(points, every):
-        intervals.setdefault((each["samples"] - 1) // every, []).append(each[name])
+    for point in warm(points, every):
+        interval = (point["samples"] - 1) // every
+        intervals.setdefault(interval, []).append(point[name])
     mean = harmonic_mean if name.endswith("_per_second") else np.mean
-    values = [float(mean(interval)) for interval in intervals.values()]
+    values = [float(mean(points_of)) for points_of in intervals.values()]
     median = float(np.median(values))
     return max(abs(value - median) for value in values) / median
 
@@ -370,11 +393,10 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
         len(shown), 1, figsize=(8, 7), sharex=True, layout="constrained"
     )
     for axis, (name, (label, scale)) in zip(axes, shown.items(), strict=True):
-        for run_name, each in runs.items():
-            x = [point["samples"] / 1e6 for point in each["points"]]
-            axis.plot(
-                x, [point[name] * scale for point in each["points"]], label=run_name
-            )
+        for run_name, result in runs.items():
+            x = [point["samples"] / 1e6 for point in result["points"]]
+            y = [point[name] * scale for point in result["points"]]
+            axis.plot(x, y, label=run_name)
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
@@ -411,13 +433,12 @@ def main(
             " warm-up"
         )
     size = Size(samples, ids, memory_mb * 2**20 // _row_bytes(), every)
-    if any(
-        size.max_rows * share < BATCH * BAGS[name] for name, share in MEMORY.items()
-    ):
-        raise SystemExit(
-            f"--memory-mb {memory_mb} is too little: each table must have room for the"
-            " ids of a step"
-        )
+    for name, share in MEMORY.items():
+        if size.max_rows * share < BATCH * BAGS[name]:
+            raise SystemExit(
+                f"--memory-mb {memory_mb} is too little: each table must have room for"
+                " the ids of a step"
+            )
     runs = {"undisturbed": run(folder / "undisturbed", size, None)}
     runs["killed"] = run(folder / "killed", size, samples // 2 + every // 2)
     document = {"size": size._asdict(), "conditions": conditions(), "runs": runs}
@@ -425,20 +446,17 @@ def main(
     plot(runs, folder / "big.png")
     for line in _lines(runs, every):
         print(line)
-    if (
-        runs["killed"]["kills"] != 1
-        or runs["killed"]["files"] != runs["undisturbed"]["files"]
-    ):
+    has_same_files = runs["killed"]["files"] == runs["undisturbed"]["files"]
+    if runs["killed"]["kills"] != 1 or not has_same_files:
         raise SystemExit("the killed run has not ended as the undisturbed one")
 
 
 def _lines(runs: dict[str, dict[str, Any]], every: int) -> Iterator[str]:
-    for name, each in runs.items():
-        points = warm(each["points"], every)
-        yield (
-            f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows;"
-            " after the warm-up:"
-        )
+    """Yields the lines that are printed of both runs."""
+    for name, result in runs.items():
+        points = warm(result["points"], every)
+        rows = sum(result["rows"].values())
+        yield f"{name}: {result['seconds']:,.0f} s, {rows:,} rows; after the warm-up:"
         for key, scale, unit in (
             ("samples_per_second", 1, "samples/s"),
             (
@@ -450,13 +468,11 @@ def _lines(runs: dict[str, dict[str, Any]], every: int) -> Iterator[str]:
             ("hit_rate", 100, "% of the ids found in memory"),
         ):
             median = float(np.median([point[key] for point in points])) * scale
-            spread = spread_of(each["points"], key, every)
+            spread = spread_of(result["points"], key, every)
             yield f"  {median:,.2f} {unit}, between two checkpoints within {spread:.0%}"
-    same = runs["killed"]["files"] == runs["undisturbed"]["files"]
-    yield (
-        "rows, states and dense part of the killed run are"
-        f" {'equal to the bit' if same else 'DIFFERENT'}"
-    )
+    has_same_files = runs["killed"]["files"] == runs["undisturbed"]["files"]
+    verdict = "equal to the bit" if has_same_files else "DIFFERENT"
+    yield f"rows, states and dense part of the killed run are {verdict}"
 
 
 def _row_bytes() -> int:

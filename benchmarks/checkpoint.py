@@ -1,5 +1,4 @@
-"""Measures checkpoints of a large table: speed, memory, deltas, and training steps
-during a save.
+"""Measures checkpoints of a large table, and training steps during a save.
 
     python benchmarks/checkpoint.py [--rows 15000000] [--folder .]
 
@@ -47,7 +46,9 @@ from torchrec_recstore import (
     save_checkpoint,
 )
 
-DIM, FEATURES, BATCH = 64, 26, 2048
+DIM = 64
+FEATURES = 26
+BATCH = 2048
 BLOCK = 16 << 20
 ROUNDS = 3
 NAMES = [f"f{i}" for i in range(FEATURES)]
@@ -80,14 +81,15 @@ def build() -> DistributedModelParallel:
 
 def table_of(model: DistributedModelParallel) -> Table:
     """Returns the only table of a model."""
-    return next(
-        iter(model.module.sparse_arch.embedding_bag_collection.recstore_tables())
-    )
+    collection = model.module.sparse_arch.embedding_bag_collection
+    (table,) = collection.recstore_tables()
+    return table
 
 
 def id_of(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns distinct ids without a pattern: the numbers times an odd multiplier,
-    modulo 2**64.
+    """Returns distinct ids without a pattern.
+
+    They are the numbers times an odd multiplier, modulo 2**64.
     """
     return numbers * -7046029254386353131
 
@@ -101,8 +103,9 @@ def fill(table: Table, rows: int) -> None:
 
 @contextmanager
 def peak_memory(interval: float = 0.002) -> Iterator[list[int]]:
-    """Measures the peak of the anonymous memory in the body, minus the memory at its
-    beginning.
+    """Measures the peak of the anonymous memory in the body.
+
+    The memory at its beginning is subtracted.
 
     Args:
         interval: The time between samples in seconds. Each sample slows the measured
@@ -111,11 +114,13 @@ def peak_memory(interval: float = 0.002) -> Iterator[list[int]]:
     Yields:
         A list. Its only entry is the peak in bytes.
     """
-    before, peak, stop = anonymous_bytes(), [0], threading.Event()
+    first_bytes = anonymous_bytes()
+    peak = [0]
+    stop = threading.Event()
 
     def watch() -> None:
         while not stop.wait(interval):
-            peak[0] = max(peak[0], anonymous_bytes() - before)
+            peak[0] = max(peak[0], anonymous_bytes() - first_bytes)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -172,45 +177,39 @@ def full(model: DistributedModelParallel, folder: Path) -> CheckpointInfo:
             seconds["save"].append(clock() - begin)
         memory["save"].append(peak[0])
         sizes = [file.bytes for file in info.files.values()]
-        seconds["write"].append(
-            timed(lambda sizes=sizes: write_plain(folder / "plain", sizes))
-        )  # type: ignore[misc]
+        begin = clock()
+        write_plain(folder / "plain", sizes)
+        seconds["write"].append(clock() - begin)
         forget(folder / "plain")
         seconds["read"].append(timed(lambda: read_plain(folder / "plain")))
         load(folder / "full", info.bytes * 3 // 2, seconds, memory["load"])
     assert info is not None
-    rate = {
-        key: info.bytes / statistics.median(values) / 1e9
-        for key, values in seconds.items()
+    row: dict[str, Any] = {
+        "benchmark": "checkpoint",
+        "rows": len(table_of(model)),
+        "bytes": info.bytes,
     }
-    emit(
-        {
-            "benchmark": "checkpoint",
-            "rows": len(table_of(model)),
-            "bytes": info.bytes,
-            **{
-                f"{key}_gb_per_second": round(value, 3)
-                for key, value in rate.items()
-                if key != "touch"
-            },
-            "first_touch_gb_per_second": [
-                round(info.bytes * 1.5 / value / 1e9, 2) for value in seconds["touch"]
-            ],
-            "save_over_disk": round(rate["save"] / rate["write"], 3),
-            "load_over_disk": round(rate["load"] / rate["read"], 3),
-            "load_into_touched_memory_over_disk": round(
-                rate["load_touched"] / rate["read"], 3
-            ),
-            "save_mb_beside_table": round(max(memory["save"]) / 1e6),
-            "load_mb_beside_table": round(max(memory["load"]) / 1e6),
-        }
-    )
+    rates = {}
+    for key in ("save", "write", "load", "read", "load_touched"):
+        rates[key] = info.bytes / statistics.median(seconds[key]) / 1e9
+        row[f"{key}_gb_per_second"] = round(rates[key], 3)
+    row["first_touch_gb_per_second"] = [
+        round(info.bytes * 1.5 / touch_s / 1e9, 2) for touch_s in seconds["touch"]
+    ]
+    touched_over_disk = rates["load_touched"] / rates["read"]
+    row["save_over_disk"] = round(rates["save"] / rates["write"], 3)
+    row["load_over_disk"] = round(rates["load"] / rates["read"], 3)
+    row["load_into_touched_memory_over_disk"] = round(touched_over_disk, 3)
+    row["save_mb_beside_table"] = round(max(memory["save"]) / 1e6)
+    row["load_mb_beside_table"] = round(max(memory["load"]) / 1e6)
+    emit(row)
     return info
 
 
 def touch(size: int) -> None:
-    """Touches memory and frees it, so that the host of a virtual machine has allocated
-    it.
+    """Touches memory and frees it.
+
+    The host of a virtual machine has then allocated it.
     """
     torch.empty(size, dtype=torch.uint8).fill_(1)
 
@@ -218,8 +217,9 @@ def touch(size: int) -> None:
 def load(
     path: Path, size: int, seconds: dict[str, list[float]], memory: list[int]
 ) -> None:
-    """Loads into new models: once into fresh memory, and once into memory that was
-    touched before.
+    """Loads into new models.
+
+    One load is into fresh memory, and one into memory that was touched before.
     """
     for key in ("load", "load_touched"):
         if key == "load_touched":
@@ -234,9 +234,10 @@ def load(
 
 def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) -> None:
     """Measures deltas after a growing part of the rows has changed."""
-    table, rows = table_of(model), len(table_of(model))
-    full_seconds = timed(lambda: save_checkpoint(model, folder / "whole"))
-    shutil.rmtree(folder / "whole")
+    table = table_of(model)
+    rows = len(table)
+    full_seconds = timed(lambda: save_checkpoint(model, folder / "again"))
+    shutil.rmtree(folder / "again")
     for share in (0.0001, 0.001, 0.01, 0.1):
         ids = id_of(torch.randperm(rows)[: int(rows * share)])
         table.update(ids, torch.randn(len(ids), DIM))
@@ -244,13 +245,15 @@ def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) 
         begin = clock()
         info = save_checkpoint(model, folder / "delta", delta_of=base.path)
         seconds = clock() - begin
+        delta_rows = 0
+        for table_info in info.tables.values():
+            delta_rows += sum(part.rows for part in table_info.parts)
+            delta_rows += sum(part.rows for part in table_info.removed)
         emit(
             {
                 "benchmark": "delta",
                 "rows": rows,
-                "rows_changed_and_left": sum(
-                    p.rows for t in info.tables.values() for p in (*t.parts, *t.removed)
-                ),
+                "rows_changed_and_left": delta_rows,
                 "bytes_over_full": round(info.bytes / base.bytes, 5),
                 "seconds": round(seconds, 3),
                 "seconds_over_full": round(seconds / full_seconds, 5),
@@ -262,9 +265,12 @@ def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) 
 def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
     """Measures training steps alternately without a save and during a save."""
     rows = len(table_of(model))
-    optimizer = torch.optim.Adam(
-        [p for n, p in model.named_parameters() if "embedding" not in n], lr=0.001
-    )
+    parameters = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if "embedding" not in name
+    ]
+    optimizer = torch.optim.Adam(parameters, lr=0.001)
     dense = torch.randn(BATCH, 13)
     ones = torch.ones(FEATURES * BATCH, dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
@@ -272,10 +278,8 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
     def step() -> float:
         # Log-uniform over the rows, which is Zipf's law with exponent 1. The ids of
         # click logs follow it.
-        numbers = torch.exp(
-            torch.rand(FEATURES * BATCH, generator=generator, dtype=torch.float64)
-            * torch.tensor(rows).log()
-        )
+        uniform = torch.rand(FEATURES * BATCH, generator=generator, dtype=torch.float64)
+        numbers = torch.exp(uniform * torch.tensor(rows).log())
         features = KeyedJaggedTensor(
             keys=NAMES, values=id_of(numbers.long() - 1), lengths=ones
         )
@@ -317,15 +321,18 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
             "median_step_over_alone": round(
                 statistics.median(during) / statistics.median(alone), 3
             ),
-            "p99_step_ms": round(sorted(alone)[len(alone) * 99 // 100] * 1e3, 2),
-            "p99_step_ms_during_a_save": round(
-                sorted(during)[len(during) * 99 // 100] * 1e3, 2
-            ),
+            "p99_step_ms": p99_ms(alone),
+            "p99_step_ms_during_a_save": p99_ms(during),
             "call_ms": round(snapshot * 1e3, 2),
             "save_seconds": round(statistics.mean(saves), 2),
             "mb_beside_table": round(max(memory) / 1e6),
         }
     )
+
+
+def p99_ms(seconds: list[float]) -> float:
+    """Returns the 99th percentile in milliseconds."""
+    return round(sorted(seconds)[len(seconds) * 99 // 100] * 1e3, 2)
 
 
 def main() -> None:
@@ -350,11 +357,8 @@ def main() -> None:
     only = arguments.only.split(",")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as directory:
         folder = Path(directory)
-        base = (
-            full(model, folder)
-            if "full" in only
-            else save_checkpoint(model, folder / "full")
-        )
+        path = folder / "full"
+        base = full(model, folder) if "full" in only else save_checkpoint(model, path)
         if "deltas" in only:
             deltas(model, folder, base)
         if "steps" in only:

@@ -22,9 +22,8 @@ from pathlib import Path
 
 # This file is found first where torch looks for the package cuda-bindings, whose
 # modules are cuda.bindings and others.
-__path__ = [
-    str(folder) for each in sys.path if (folder := Path(each) / "cuda").is_dir()
-]
+_folders = [Path(place) / "cuda" for place in sys.path]
+__path__ = [str(folder) for folder in _folders if folder.is_dir()]
 
 if __name__ == "__main__":
     from accelerator import main

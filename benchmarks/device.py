@@ -1,5 +1,4 @@
-"""Whether this machine has a CUDA device and FBGEMM's kernels for it, and the copies in
-a trace of ``torch.profiler``.
+"""The CUDA device of this machine, and the copies in a trace of ``torch.profiler``.
 
 The benchmark ``cuda.py`` and the tests of ``tests/cuda`` use this module.
 """
@@ -28,10 +27,9 @@ def no_device() -> str | None:
 
 
 def no_fbgemm() -> str | None:
-    """Returns the reason why TorchRec's sharded modules cannot run on CUDA here, or
-    None.
-    """
-    if reason := no_device():
+    """Returns the reason why TorchRec's sharded modules cannot run on CUDA, or None."""
+    reason = no_device()
+    if reason is not None:
         return reason
     missing = "FBGEMM's CUDA build is not installed"
     try:
@@ -47,12 +45,10 @@ def no_fbgemm() -> str | None:
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies of one direction: the bytes of each, and how many of them use memory
-    that is not pinned.
-    """
+    """The copies of one direction."""
 
-    sizes: list[int]
-    pageable: int
+    sizes: list[int]  # the bytes of each copy
+    pageable: int  # the number of copies that use memory that is not pinned
 
 
 @dataclass(frozen=True)
@@ -82,10 +78,10 @@ def traced(steps: Callable[[], None], device: torch.device) -> Timeline:
         steps: Runs the steps.
         device: The device of the steps. A trace of the CPU has no copies.
     """
-    on_cuda = device.type == "cuda"
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    ) as profiler:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
         with record_function(STEPS):
             steps()
         synchronize(device)  # after the annotation: it is no wait of the steps
@@ -108,48 +104,49 @@ def timeline(events: list[dict[str, Any]]) -> Timeline:
     ``kineto/libkineto/src/output_json.cpp``).
     """
     events = [event for event in events if event.get("ph") == "X"]
-    of = {
-        way: [
-            each
-            for each in events
-            if each.get("cat") == "gpu_memcpy" and f" {way} " in each["name"]
-        ]
-        for way in ("HtoD", "DtoH")
-    }
-    kernels = _union(
-        [
-            _interval(e)
-            for e in events
-            if e.get("cat") == "kernel" and "nccl" not in e["name"].lower()
-        ]
-    )
-    copies = [_interval(each) for way in of.values() for each in way]
-    copying = sum(end - begin for begin, end in copies)
-    hidden = sum(
-        max(0.0, min(end, k[1]) - max(begin, k[0]))
-        for begin, end in copies
-        for k in kernels
-    )
-    ranges = [
-        _interval(each)
-        for each in events
-        if each.get("cat") == "user_annotation" and each["name"] == STEPS
-    ]
+    up = []
+    down = []
+    kernels = []
+    steps = []
+    calls = []
+    for event in events:
+        category = event.get("cat")
+        name = event.get("name", "")
+        if category == "gpu_memcpy" and " HtoD " in name:
+            up.append(event)
+        elif category == "gpu_memcpy" and " DtoH " in name:
+            down.append(event)
+        elif category == "kernel" and "nccl" not in name.lower():
+            kernels.append(_interval(event))
+        elif category == "user_annotation" and name == STEPS:
+            steps.append(_interval(event))
+        elif category in ("cuda_runtime", "cuda_driver") and "Synchronize" in name:
+            calls.append(event)
     waits: dict[str, int] = {}
-    for each in events:
-        within = any(begin <= each["ts"] <= end for begin, end in ranges)
-        if (
-            within
-            and each.get("cat") in ("cuda_runtime", "cuda_driver")
-            and "Synchronize" in each["name"]
-        ):
-            waits[each["name"]] = waits.get(each["name"], 0) + 1
+    for call in calls:
+        if any(begin <= call["ts"] <= end for begin, end in steps):
+            waits[call["name"]] = waits.get(call["name"], 0) + 1
+    copies = [_interval(event) for event in (*up, *down)]
     return Timeline(
-        _copies(of["HtoD"]),
-        _copies(of["DtoH"]),
-        hidden / copying if copying else None,
-        waits,
+        up=_copies(up),
+        down=_copies(down),
+        overlap=_overlap(copies, _union(kernels)),
+        waits=waits,
     )
+
+
+def _overlap(copies: list[Interval], kernels: list[Interval]) -> float | None:
+    """Returns the share of the time of the copies in which a kernel runs."""
+    copying = sum(end - begin for begin, end in copies)
+    if not copying:
+        return None
+    hidden = 0.0
+    for copy_begin, copy_end in copies:
+        for kernel_begin, kernel_end in kernels:
+            begin = max(copy_begin, kernel_begin)
+            end = min(copy_end, kernel_end)
+            hidden += max(0.0, end - begin)
+    return hidden / copying
 
 
 def _interval(event: dict[str, Any]) -> Interval:
@@ -158,8 +155,8 @@ def _interval(event: dict[str, Any]) -> Interval:
 
 def _copies(events: list[dict[str, Any]]) -> Copies:
     return Copies(
-        [int(each["args"]["bytes"]) for each in events],
-        sum("Pageable" in each["name"] for each in events),
+        sizes=[int(event["args"]["bytes"]) for event in events],
+        pageable=sum("Pageable" in event["name"] for event in events),
     )
 
 

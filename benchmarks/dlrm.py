@@ -1,11 +1,10 @@
-"""Measures a whole training step of TorchRec's DLRM with RecStore tables, with FUSED
-tables, and without tables.
+"""Measures a whole training step of TorchRec's DLRM.
 
     python benchmarks/dlrm.py [--dim 64] [--batch-size 2048] [--steps 30]
 
-Without tables, the dense part trains on embeddings that were computed before. The three
-sides are interleaved in one process. Prints one JSON row with the milliseconds per step
-and the ratios.
+The sides are RecStore tables, FUSED tables, and no tables. Without tables, the dense
+part trains on embeddings that were computed before. The three sides are interleaved in
+one process. Prints one JSON row with the milliseconds per step and the ratios.
 """
 
 from __future__ import annotations
@@ -14,13 +13,22 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from measure import ROOT, clock, emit, interleave, spread
+from measure import (
+    ROOT,
+    Side,
+    Timing,
+    clock,
+    emit,
+    interleave,
+    ratios,
+    spread,
+    step_seconds,
+)
 
 sys.path.insert(0, str(ROOT / "examples"))
 sys.path.insert(0, str(ROOT / "examples" / "dlrm"))
@@ -59,32 +67,30 @@ def settings_of(
 
 def make_batches(settings: Settings, modulo: int | None) -> list[Batch]:
     """Returns the first batches of the generator."""
-    rows = BATCHES * settings.batch_size
-    return list(
-        batches_of_rank(
-            cut(Generator(rows, 0).rows(0, rows), settings.batch_size), modulo=modulo
-        )
-    )
+    num_rows = BATCHES * settings.batch_size
+    rows = Generator(num_rows, seed=0).rows(0, num_rows)
+    return list(batches_of_rank(cut(rows, settings.batch_size), modulo=modulo))
 
 
-def sharded_side(settings: Settings) -> Callable[[int], tuple[float]]:
+def sharded_side(settings: Settings) -> Side:
     """Returns a function that runs a training step of a sharded DLRM."""
     model, optimizer = build(settings)
     batches = make_batches(settings, settings.modulo)
     model.train()
 
-    def side(i: int) -> tuple[float]:
+    def side(i: int) -> Timing:
         batch = batches[i % BATCHES]
         begin = clock()
         optimizer.zero_grad(set_to_none=True)
-        model(batch)[0].backward()
+        loss, _ = model(batch)
+        loss.backward()
         optimizer.step()
         return (clock() - begin,)
 
     return side
 
 
-def dense_side(settings: Settings) -> Callable[[int], tuple[float]]:
+def dense_side(settings: Settings) -> Side:
     """Returns a function that runs a training step of the dense part only.
 
     Embeddings get gradients but no update.
@@ -94,13 +100,13 @@ def dense_side(settings: Settings) -> Callable[[int], tuple[float]]:
     batches = make_batches(settings, None)
     embeddings = torch.randn(settings.batch_size, 26, settings.dim) * 0.01
 
-    def side(i: int) -> tuple[float]:
+    def side(i: int) -> Timing:
         batch = batches[i % BATCHES]
         begin = clock()
         optimizer.zero_grad(set_to_none=True)
-        model(
-            batch.dense_features, embeddings.detach().requires_grad_(), batch.labels
-        ).backward()
+        inputs = embeddings.detach().requires_grad_()
+        loss = model(batch.dense_features, inputs, batch.labels)
+        loss.backward()
         optimizer.step()
         return (clock() - begin,)
 
@@ -120,30 +126,26 @@ def main() -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
         )
-    shape = (arguments.dim, arguments.batch_size)
+    recstore = settings_of("recstore", arguments.dim, arguments.batch_size)
+    fused = settings_of("fused", arguments.dim, arguments.batch_size)
     sides = {
-        "recstore": sharded_side(settings_of("recstore", *shape)),
-        "fused": sharded_side(settings_of("fused", *shape)),
-        "dense": dense_side(settings_of("recstore", *shape)),
+        "recstore": sharded_side(recstore),
+        "fused": sharded_side(fused),
+        "dense": dense_side(recstore),
     }
     timings = interleave(sides, arguments.steps, warm_up=BATCHES)
-    milliseconds = {
-        name: spread([t[0] for t in values]) for name, values in timings.items()
-    }
     # Ratios of consecutive steps, so that a drift of the machine's speed does not
     # matter.
-    ratio = {}
-    for name in ("fused", "dense"):
-        pairs = zip(timings[name], timings["recstore"], strict=True)
-        ratio[name] = spread([a[0] / b[0] for a, b in pairs], 1)["median"]
+    over_fused = spread(ratios(timings["fused"], timings["recstore"]), 1)
+    dense_over_recstore = spread(ratios(timings["dense"], timings["recstore"]), 1)
     emit(
         {
             "benchmark": "dlrm",
             "dim": arguments.dim,
             "batch_size": arguments.batch_size,
-            "step_ms": milliseconds,
-            "samples_per_second_over_fused": round(ratio["fused"], 3),
-            "step_over_dense_alone": round(1 / ratio["dense"], 3),
+            "step_ms": {name: spread(step_seconds(timings[name])) for name in sides},
+            "samples_per_second_over_fused": round(over_fused["median"], 3),
+            "step_over_dense_alone": round(1 / dense_over_recstore["median"], 3),
         }
     )
     sys.stdout.flush()

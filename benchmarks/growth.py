@@ -37,8 +37,10 @@ def grow(table: Table, rows: int, batch: int, first: int = 0) -> list[float]:
 
 
 def touch(pieces: int, bytes_each: int) -> list[float]:
-    """Touches fresh memory in huge pages, without a table, and returns the time of each
-    piece in seconds.
+    """Touches fresh memory in huge pages, without a table.
+
+    Returns:
+        The time of each piece in seconds.
     """
     memory = mmap.mmap(-1, pieces * bytes_each)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -64,15 +66,12 @@ def main() -> None:
     table.lookup(torch.arange(-arguments.batch, 0), train=True)
     steps = grow(table, arguments.rows, arguments.batch)
     mixed = []
+    new_ids = arguments.batch // 10
     for i in range(20):
-        new = (
-            arguments.rows
-            + i * arguments.batch // 10
-            + torch.arange(arguments.batch // 10)
-        )
-        ids = torch.cat(
-            [torch.randint(0, arguments.rows, (arguments.batch - len(new),)), new]
-        )
+        first_new = arguments.rows + i * arguments.batch // 10
+        new = first_new + torch.arange(new_ids)
+        old = torch.randint(0, arguments.rows, (arguments.batch - new_ids,))
+        ids = torch.cat([old, new])
         ids = ids[torch.randperm(len(ids))]
         start = clock()
         table.lookup(ids, train=True)

@@ -1,15 +1,15 @@
-"""Compares RecStore's pooled group with FBGEMM's CPU tables and with the limit of the
-machine.
+r"""Compares RecStore's pooled group with FBGEMM's CPU tables.
 
-    python benchmarks/kernel.py [--cases criteo,big] [--optimizers rowwise_adagrad]
-    [--steps 20]
+    python benchmarks/kernel.py [--cases criteo,big] \
+        [--optimizers rowwise_adagrad] [--steps 20]
 
-Prints one JSON row for each case and optimizer, with the milliseconds of forward and
-backward and the ratios FBGEMM / RecStore. Both sides get the same ids and gradients,
-and their steps are interleaved in one process. The side ``ahead`` is RecStore with
-slots that a prefetch has resolved before the measured step. The ratios to the limit are
-those of the forward to a gather and of the backward to a scatter of the same rows.
-``benchmarks/run.py`` runs the benchmark in each lane (see measure.py).
+It is also compared with the limit of the machine. Prints one JSON row for each case and
+optimizer, with the milliseconds of forward and backward and the ratios FBGEMM /
+RecStore. Both sides get the same ids and gradients, and their steps are interleaved in
+one process. The side ``ahead`` is RecStore with slots that a prefetch has resolved
+before the measured step. The ratios to the limit are those of the forward to a gather
+and of the backward to a scatter of the same rows. ``benchmarks/run.py`` runs the
+benchmark in each lane (see measure.py).
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 @dataclass(frozen=True)
 class Case:
-    """The shape of a case: ``tables`` x ``batch`` bags of ``length`` ids on average,
-    and ``rows`` rows in a table.
+    """The shape of a case.
+
+    It has ``tables`` x ``batch`` bags of ``length`` ids on average, and ``rows`` rows
+    in a table.
     """
 
     tables: int
@@ -86,12 +88,20 @@ class Batch:
 def zipf(
     n: int, generator: torch.Generator, exponent: float = 1.05, population: int = 2**40
 ) -> Tensor:
-    """Returns (n,) int64 that follow a Zipf law over ``population``, by inverting the
-    integral of its density.
+    """Returns (n,) int64 that follow a Zipf law over ``population``.
+
+    The integral of its density is inverted.
     """
     u = torch.rand(n, generator=generator, dtype=torch.float64)
     tail = float(population) ** (1 - exponent)
     return (1 - u * (1 - tail)).pow(1 / (1 - exponent)).long().clamp(1, population)
+
+
+def random_ids(case: Case, n: int, generator: torch.Generator) -> Tensor:
+    """Returns the ids of a batch, (n,) int64."""
+    if case.zipf:
+        return zipf(n, generator)
+    return torch.randint(0, case.rows, (n,), generator=generator)
 
 
 def make_batches(case: Case, generator: torch.Generator) -> list[Batch]:
@@ -107,11 +117,7 @@ def make_batches(case: Case, generator: torch.Generator) -> list[Batch]:
             )
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         n = int(offsets[-1])
-        ids = (
-            zipf(n, generator)
-            if case.zipf
-            else torch.randint(0, case.rows, (n,), generator=generator)
-        )
+        ids = random_ids(case, n, generator)
         weights = torch.rand(n, generator=generator) if case.weighted else None
         batches.append(Batch(ids, ids % case.rows, offsets, weights))
     return batches
@@ -120,8 +126,9 @@ def make_batches(case: Case, generator: torch.Generator) -> list[Batch]:
 def recstore(
     case: Case, batches: list[Batch], optimizer: Optimizer
 ) -> tuple[list[Table], PooledGroup]:
-    """Returns tables that have all ids of the batches and as many rows as the case, and
-    their group.
+    """Returns tables with all ids of the batches, and their group.
+
+    They have as many rows as the case.
     """
     tables = [
         Table(case.dim, optimizer=optimizer, name=f"t{i}") for i in range(case.tables)
@@ -130,18 +137,14 @@ def recstore(
         for part in torch.randperm(case.rows).split(1 << 20):
             table.lookup(part, train=True)
         for batch in batches:
-            begin, end = (
-                batch.offsets[i * case.batch],
-                batch.offsets[(i + 1) * case.batch],
-            )
+            begin = batch.offsets[i * case.batch]
+            end = batch.offsets[(i + 1) * case.batch]
             table.lookup(batch.ids[begin:end], train=True)
     return tables, PooledGroup(tables, range(case.tables), "sum")
 
 
 def fbgemm(case: Case, optimizer: str) -> Any:
-    """Returns FBGEMM tables of ``case.rows`` rows, which are initialized as in
-    TorchRec.
-    """
+    """Returns FBGEMM tables of ``case.rows`` rows, initialized as in TorchRec."""
     # threads.py, which shares the other functions, needs torch alone.
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
@@ -182,20 +185,21 @@ def step(
 
 
 def limits(case: Case, batches: list[Batch]) -> Callable[[int], tuple[float, float]]:
-    """Returns a function that measures the limit: a gather, and a gather and scatter,
-    of rows in one array by slot.
+    """Returns a function that measures the limit of the machine.
+
+    It is a gather, and a gather and scatter, of rows in one array by slot.
     """
     rows = limit.empty(case.tables * case.rows, case.dim).uniform_(-0.01, 0.01)
     tables = torch.arange(case.tables).repeat_interleave(case.batch)
     slots = []
     for batch in batches:
         lengths = batch.offsets.diff()
-        slots.append(
-            (batch.rows + (tables.repeat_interleave(lengths) * case.rows)).to(
-                torch.int32
-            )
-        )
-    unique = [s.unique()[torch.randperm(len(s.unique()))] for s in slots]
+        first_slots = tables.repeat_interleave(lengths) * case.rows
+        slots.append((batch.rows + first_slots).to(torch.int32))
+    unique = []
+    for batch_slots in slots:
+        distinct = batch_slots.unique()
+        unique.append(distinct[torch.randperm(len(distinct))])
     values = limit.empty(max(map(len, slots)), case.dim).zero_()
 
     def side(i: int) -> tuple[float, float]:
@@ -221,7 +225,7 @@ def run(name: str, optimizer: str, steps: int) -> None:
     ]
     grads = {shape: torch.randn(shape, generator=generator) * 0.01 for shape in shapes}
 
-    def ours_step(i: int) -> tuple[float, float]:
+    def recstore_step(i: int) -> tuple[float, float]:
         b = batches[i % BATCHES]
         return step(lambda: group(b.ids, b.offsets, b.weights, train=True), grads)
 
@@ -231,13 +235,13 @@ def run(name: str, optimizer: str, steps: int) -> None:
         group.prefetch(b.ids, b.offsets[:: case.batch].diff().tolist())
         return step(lambda: group(b.ids, b.offsets, b.weights, train=True), grads)
 
-    def theirs_step(i: int) -> tuple[float, float]:
+    def fbgemm_step(i: int) -> tuple[float, float]:
         b = batches[i % BATCHES]
         return step(lambda: reference(b.rows, b.offsets, b.weights), grads)
 
     sides = {
-        "recstore": ours_step,
-        "fbgemm": theirs_step,
+        "recstore": recstore_step,
+        "fbgemm": fbgemm_step,
         "ahead": ahead_step,
         "limit": limits(case, batches),
     }
@@ -248,23 +252,25 @@ def run(name: str, optimizer: str, steps: int) -> None:
         "optimizer": optimizer,
         "ids": len(batches[0].ids),
     }
-    medians = {}
-    for side, values in timings.items():
-        forward, backward = [v[0] for v in values], [v[1] for v in values]
-        total = [v[0] + v[1] for v in values]
-        row[side] = {
-            "forward_ms": spread(forward),
-            "backward_ms": spread(backward),
-            "total_ms": spread(total),
+    spreads: dict[str, dict[str, dict[str, float]]] = {}
+    for side, side_timings in timings.items():
+        spreads[side] = {
+            "forward_ms": spread([forward for forward, _ in side_timings]),
+            "backward_ms": spread([backward for _, backward in side_timings]),
+            "total_ms": spread([sum(timing) for timing in side_timings]),
         }
-        medians[side] = [spread(each)["median"] for each in (forward, total, backward)]
-    row["forward_over_fbgemm"] = round(medians["fbgemm"][0] / medians["recstore"][0], 2)
-    row["total_over_fbgemm"] = round(medians["fbgemm"][1] / medians["recstore"][1], 2)
-    row["forward_over_limit"] = round(medians["recstore"][0] / medians["limit"][0], 2)
-    row["forward_ahead_over_limit"] = round(
-        medians["ahead"][0] / medians["limit"][0], 2
-    )
-    row["backward_over_limit"] = round(medians["recstore"][2] / medians["limit"][2], 2)
+    row |= spreads
+
+    def ratio(numerator: str, denominator: str, part: str) -> float:
+        numerator_ms = spreads[numerator][part]["median"]
+        denominator_ms = spreads[denominator][part]["median"]
+        return round(numerator_ms / denominator_ms, 2)
+
+    row["forward_over_fbgemm"] = ratio("fbgemm", "recstore", "forward_ms")
+    row["total_over_fbgemm"] = ratio("fbgemm", "recstore", "total_ms")
+    row["forward_over_limit"] = ratio("recstore", "limit", "forward_ms")
+    row["forward_ahead_over_limit"] = ratio("ahead", "limit", "forward_ms")
+    row["backward_over_limit"] = ratio("recstore", "limit", "backward_ms")
     emit(row)
 
 
@@ -280,11 +286,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()
     for name in arguments.cases.split(","):
-        for optimizer in (
-            arguments.optimizers.split(",")
-            if arguments.optimizers
-            else CASES[name].optimizers
-        ):
+        optimizers = CASES[name].optimizers
+        if arguments.optimizers:
+            optimizers = arguments.optimizers.split(",")
+        for optimizer in optimizers:
             run(name, optimizer, arguments.steps)
 
 

@@ -33,7 +33,7 @@ def _library() -> ctypes.CDLL:
 def _call(name: str, rows: Tensor, slots: Tensor, values: Tensor) -> None:
     function = getattr(_library(), name)
     function.restype = ctypes.c_bool
-    known = function(
+    has_loop = function(
         ctypes.c_void_p(rows.data_ptr()),
         ctypes.c_void_p(slots.data_ptr()),
         ctypes.c_int64(slots.numel()),
@@ -41,7 +41,7 @@ def _call(name: str, rows: Tensor, slots: Tensor, values: Tensor) -> None:
         ctypes.c_void_p(values.data_ptr()),
         ctypes.c_int(torch.get_num_threads()),
     )
-    if not known:
+    if not has_loop:
         raise ValueError(f"limit.cpp has no loop for {rows.shape[1]} columns")
 
 

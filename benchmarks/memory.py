@@ -1,10 +1,9 @@
-"""Compares the resident memory of a table with its payload, which is the weights and
-the optimizer state.
+"""Compares the resident memory of a table with its payload.
 
     python benchmarks/memory.py [--rows 2000000,7000000]
 
-Prints one JSON row for each number of rows: the increase of the process's resident
-memory, divided by the payload.
+The payload is the weights and the optimizer state. Prints one JSON row for each number
+of rows: the increase of the process's resident memory, divided by the payload.
 """
 
 from __future__ import annotations
@@ -29,29 +28,27 @@ def resident_bytes() -> int:
 
 def measure(rows: int) -> None:
     """Fills a table with this many rows and prints the JSON row."""
-    table, other = (
-        Table(DIM, optimizer=RowWiseAdagrad()),
-        Table(DIM, optimizer=RowWiseAdagrad()),
-    )
+    table = Table(DIM, optimizer=RowWiseAdagrad())
+    warm_up_table = Table(DIM, optimizer=RowWiseAdagrad())
     step = 20_000
     ids = torch.empty(step, dtype=torch.int64)
     # The steps of another table allocate the buffers of the process, which then count
     # before and after.
-    other.lookup(torch.arange(step, out=ids), train=True)
+    warm_up_table.lookup(torch.arange(step, out=ids), train=True)
     for _ in range(100):
-        other.lookup(ids, train=True)
-    before = resident_bytes()
+        warm_up_table.lookup(ids, train=True)
+    first_bytes = resident_bytes()
     for begin in range(0, rows, step):
         table.lookup(torch.arange(begin, begin + step, out=ids), train=True)
-    after = resident_bytes()
+    table_bytes = resident_bytes() - first_bytes
     emit(
         {
             "benchmark": "memory",
             "rows": rows,
-            "resident_bytes_per_row": round((after - before) / rows, 1),
+            "resident_bytes_per_row": round(table_bytes / rows, 1),
             "stated_bytes_per_row": round(table.stats().bytes / rows, 1),
             "payload_bytes_per_row": PAYLOAD,
-            "resident_over_payload": round((after - before) / rows / PAYLOAD, 3),
+            "resident_over_payload": round(table_bytes / rows / PAYLOAD, 3),
         }
     )
 

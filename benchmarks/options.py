@@ -1,13 +1,13 @@
-"""Measures the cost of each option of a table, compared with the same work without the
-option, for docs/options.md.
+r"""Measures the cost of each option of a table, for docs/options.md.
 
-    python benchmarks/options.py [--rows 200000] [--batch 20000] [--dim 64] [--steps
-    300]
+    python benchmarks/options.py [--rows 200000] [--batch 20000] [--dim 64] \
+        [--steps 300]
 
-Prints a JSON row for each part. The sides of a part are interleaved in one process.
-Ratios are computed over blocks of consecutive steps, so that neither a drift of the
-machine's speed nor a single step matters. The benchmark uses one thread and measures
-its processor time, because it asks how much work an option adds.
+The work is compared with the same work without the option. Prints a JSON row for each
+part. The sides of a part are interleaved in one process. Ratios are computed over
+blocks of consecutive steps, so that neither a drift of the machine's speed nor a single
+step matters. The benchmark uses one thread and measures its processor time, because it
+asks how much work an option adds.
 
 - options_training: Forward and backward of a group over one table of ``--rows`` rows.
   One twentieth of the ids of each batch occur only once. Admission, expiry, narrow rows
@@ -32,7 +32,7 @@ from typing import Any
 
 import fbgemm_gpu  # noqa: F401  (registers the op that splits ids)
 import torch
-from measure import emit, interleave, spread
+from measure import Side, Timing, emit, interleave, spread, step_seconds
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledGroup
@@ -123,38 +123,41 @@ BUILT_IN: dict[str, tuple[RowOptimizer, Optimizer]] = {
 }
 """User-defined optimizers, each with the built-in optimizer of the same formula."""
 
-Side = Callable[[int], tuple[float]]
-
 
 def over(
     sides: dict[str, Side], base: str, steps: int, warm_up: int
 ) -> dict[str, dict[str, float]]:
-    """Returns the ratio of each side's time to the time of the base, over blocks of
-    steps.
+    """Returns the ratio of each side's time to the time of the base.
+
+    The ratios are those of blocks of steps.
     """
     timings = interleave(sides, steps, warm_up)
-    blocks = {
-        name: [
-            sum(t[0] for t in values[i : i + BLOCK_STEPS])
-            for i in range(0, steps, BLOCK_STEPS)
-        ]
-        for name, values in timings.items()
-    }
-    ratios = {
-        name: spread(
-            [mine / theirs for mine, theirs in zip(values, blocks[base], strict=True)],
-            1,
-        )
-        for name, values in blocks.items()
-    }
-    base_ms = {"base_ms": spread([t[0] for t in timings[base]])}
-    return base_ms | {name: ratio for name, ratio in ratios.items() if name != base}
+    base_blocks = block_seconds(timings[base])
+    result = {"base_ms": spread(step_seconds(timings[base]))}
+    for name, side_timings in timings.items():
+        if name != base:
+            blocks = block_seconds(side_timings)
+            ratios = [
+                seconds / base_seconds
+                for seconds, base_seconds in zip(blocks, base_blocks, strict=True)
+            ]
+            result[name] = spread(ratios, 1)
+    return result
+
+
+def block_seconds(timings: list[Timing]) -> list[float]:
+    """Returns the time of each block of steps."""
+    seconds = step_seconds(timings)
+    return [
+        sum(seconds[begin : begin + BLOCK_STEPS])
+        for begin in range(0, len(seconds), BLOCK_STEPS)
+    ]
 
 
 def timed(work: Callable[[int], Any]) -> Side:
-    """Returns a side that measures the whole of ``work``."""
+    """Returns a side that measures ``work``."""
 
-    def step(i: int) -> tuple[float]:
+    def step(i: int) -> Timing:
         begin = time.thread_time()
         work(i)
         return (time.thread_time() - begin,)
@@ -164,7 +167,9 @@ def timed(work: Callable[[int], Any]) -> Side:
 
 def training(arguments: argparse.Namespace) -> None:
     """Measures training steps and prints the JSON row."""
-    rows, batch, dim = arguments.rows, arguments.batch, arguments.dim
+    rows = arguments.rows
+    batch = arguments.batch
+    dim = arguments.dim
     generator = torch.Generator().manual_seed(0)
     once = int(ONCE * batch)
     tables = {
@@ -198,18 +203,18 @@ def training(arguments: argparse.Namespace) -> None:
     def ids_of(step: int) -> torch.Tensor:
         if step not in batches:
             batches.clear()
-            known = torch.randint(0, rows, (batch - once,), generator=generator)
-            ids = torch.cat(
-                [known, 2**40 + torch.arange(step * once, (step + 1) * once)]
-            )
+            frequent = torch.randint(0, rows, (batch - once,), generator=generator)
+            new = 2**40 + torch.arange(step * once, (step + 1) * once)
+            ids = torch.cat([frequent, new])
             batches[step] = ids[torch.randperm(batch, generator=generator)]
         return batches[step]
 
     def side(table: Table) -> Side:
         group = PooledGroup([table], [0], "sum")
 
-        def step(i: int) -> tuple[float]:
-            ids, begin = ids_of(i), time.thread_time()
+        def step(i: int) -> Timing:
+            ids = ids_of(i)
+            begin = time.thread_time()
             out = group(ids, offsets, train=True)
             out.backward(grads.to(out.dtype))
             return (time.thread_time() - begin,)
@@ -226,7 +231,12 @@ def training(arguments: argparse.Namespace) -> None:
         arguments.steps,
         EXPIRY_STEPS * 2,
     )
-    stats = {name: table.stats() for name, table in tables.items()}
+    resident = {}
+    bytes_per_row = {}
+    for name, table in tables.items():
+        stats = table.stats()
+        resident[name] = stats.rows
+        bytes_per_row[name] = round(stats.bytes / stats.rows, 1)
     emit(
         {
             "benchmark": "options_training",
@@ -235,10 +245,8 @@ def training(arguments: argparse.Namespace) -> None:
             "batch": batch,
             "ids_that_come_once": ONCE,
             "over_plain": measured,
-            "resident": {name: each.rows for name, each in stats.items()},
-            "bytes_per_row": {
-                name: round(each.bytes / each.rows, 1) for name, each in stats.items()
-            },
+            "resident": resident,
+            "bytes_per_row": bytes_per_row,
         }
     )
 
@@ -259,7 +267,7 @@ def new_rows(arguments: argparse.Namespace) -> None:
             lambda i: table.lookup(torch.arange(i * new, (i + 1) * new), train=True)
         )
 
-    sides = {name: side(each) for name, each in initializers.items()}
+    sides = {name: side(initializer) for name, initializer in initializers.items()}
     measured = over(sides, "UniformInit", arguments.steps, BLOCK_STEPS)
     emit(
         {
@@ -273,7 +281,8 @@ def new_rows(arguments: argparse.Namespace) -> None:
 
 def evaluation(arguments: argparse.Namespace) -> None:
     """Measures evaluation and prints the JSON row."""
-    rows, batch = arguments.rows, arguments.batch
+    rows = arguments.rows
+    batch = arguments.batch
     generator = torch.Generator().manual_seed(0)
 
     def side(missing: Any) -> Side:
@@ -333,7 +342,9 @@ def routing(arguments: argparse.Namespace) -> None:
 
 def optimizers(arguments: argparse.Namespace) -> None:
     """Measures updates with user-defined optimizers and prints the JSON row."""
-    rows, batch, dim = arguments.rows, arguments.batch, arguments.dim
+    rows = arguments.rows
+    batch = arguments.batch
+    dim = arguments.dim
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, rows, (batch,), generator=generator) for _ in range(16)]
     grads = torch.randn(batch, dim, generator=generator) * 0.01
@@ -345,18 +356,20 @@ def optimizers(arguments: argparse.Namespace) -> None:
         )
         return timed(lambda i: table.update(ids[i % len(ids)], grads))
 
-    def ratio(
-        own: RowOptimizer, built_in: Optimizer, **dtypes: torch.dtype
-    ) -> dict[str, float]:
-        sides = {"own": side(own, dtypes), "built-in": side(built_in, dtypes)}
-        return over(sides, "built-in", arguments.steps, BLOCK_STEPS)["own"]
+    def ratio(name: str, dtypes: dict[str, torch.dtype]) -> dict[str, float]:
+        user_defined, built_in = BUILT_IN[name]
+        sides = {
+            "user-defined": side(user_defined, dtypes),
+            "built-in": side(built_in, dtypes),
+        }
+        ratios = over(sides, "built-in", arguments.steps, BLOCK_STEPS)
+        return ratios["user-defined"]
 
-    measured = {name: ratio(*pair) for name, pair in BUILT_IN.items()}
+    measured = {name: ratio(name, {}) for name in BUILT_IN}
     narrow = {"dtype": torch.bfloat16, "state_dtype": torch.float16}
-    measured |= {
-        f"{name}, rows in bfloat16, state in float16": ratio(*BUILT_IN[name], **narrow)
-        for name in BUILT_IN
-    }
+    for name in BUILT_IN:
+        key = f"{name}, rows in bfloat16, state in float16"
+        measured[key] = ratio(name, narrow)
     emit(
         {
             "benchmark": "options_optimizers",
@@ -364,8 +377,8 @@ def optimizers(arguments: argparse.Namespace) -> None:
             "dim": dim,
             "batch": batch,
             "over_built_in": measured,
+            "bar": 1.3,
         }
-        | {"bar": 1.3}
     )
 
 

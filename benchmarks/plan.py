@@ -1,5 +1,4 @@
-"""Compares the plan of ``recstore plan`` with all table-wise and row-wise plans of four
-tables.
+"""Compares the plan of ``recstore plan`` with all other plans of four tables.
 
     python benchmarks/plan.py [--ranks 1,2,4] [--batch 1024] [--scale 1]
 
@@ -55,7 +54,8 @@ from torchrec_recstore.planner.forecasts import forecast
 from torchrec_recstore.planner.refining import REFINED
 
 OPTIMIZER = RowWiseAdagrad(lr=0.01)
-BATCHES, STEPS = 8, 12
+BATCHES = 8
+STEPS = 12
 
 
 class Shape(NamedTuple):
@@ -83,33 +83,40 @@ Places = dict[str, tuple[int, ...]]
 def batches(
     shapes: dict[str, Shape], batch: int, seed: int, count: int
 ) -> list[KeyedJaggedTensor]:
-    """Returns batches of uniform ids with one feature for each table, which has the
-    table's name.
+    """Returns batches of uniform ids.
+
+    They have one feature for each table, which has the table's name.
     """
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    features = []
     for _ in range(count):
         ids = [
             torch.randint(shape.rows, (batch * shape.bag,), generator=generator)
             for shape in shapes.values()
         ]
-        lengths = [
-            torch.full((batch,), shape.bag, dtype=torch.int32)
-            for shape in shapes.values()
-        ]
-        made.append(
-            KeyedJaggedTensor(list(shapes), torch.cat(ids), lengths=torch.cat(lengths))
-        )
-    return made
+        features.append(features_of(shapes, ids, batch))
+    return features
+
+
+def features_of(
+    shapes: dict[str, Shape], ids: list[torch.Tensor], batch: int
+) -> KeyedJaggedTensor:
+    """Returns the features of a batch, whose bags have as many ids as the shapes say."""
+    lengths = [
+        torch.full((batch,), shape.bag, dtype=torch.int32) for shape in shapes.values()
+    ]
+    return KeyedJaggedTensor(list(shapes), torch.cat(ids), lengths=torch.cat(lengths))
 
 
 def measured(
     shapes: dict[str, Shape], batch: int, ranks: int
 ) -> dict[str, TableStatistics]:
-    """Measures the tables on all ranks at the same time, as they train, and returns the
-    medians over the ranks.
+    """Measures the tables on all ranks at the same time, as they train.
+
+    Returns:
+        The medians over the ranks.
     """
-    found = {}
+    statistics_of = {}
     for name, shape in shapes.items():
         sample = batches({name: shape}, batch, 1, 4 * BATCHES)
         dist.barrier()
@@ -119,12 +126,12 @@ def measured(
             (table,) = measure_statistics(
                 [table_config(name, TABLES[name], [name])], sample, OPTIMIZER
             ).values()
-        of_ranks: list[float] = [0.0] * ranks
-        dist.all_gather_object(of_ranks, table.ns_per_id)
-        found[name] = replace(
-            table, rows=shape.rows, ns_per_id=statistics.median(of_ranks)
+        ns_of_ranks: list[float] = [0.0] * ranks
+        dist.all_gather_object(ns_of_ranks, table.ns_per_id)
+        statistics_of[name] = replace(
+            table, rows=shape.rows, ns_per_id=statistics.median(ns_of_ranks)
         )
-    return found
+    return statistics_of
 
 
 def bytes_per_s(ranks: int) -> float:
@@ -142,16 +149,20 @@ def bytes_per_s(ranks: int) -> float:
 
 
 def every_plan(ranks: int) -> Iterator[Places]:
-    """Yields the plans, of which none has another's places with the ranks numbered
-    anew.
+    """Yields the plans, except for those that differ by the numbers of ranks alone.
+
+    In the plans, the tables use the ranks in their order.
     """
-    everywhere = tuple(range(ranks))
-    choices = dict.fromkeys([*((rank,) for rank in everywhere), everywhere])
+    all_ranks = tuple(range(ranks))
+    choices: list[tuple[int, ...]] = [(rank,) for rank in all_ranks]
+    if ranks > 1:
+        choices.append(all_ranks)
     for places in itertools.product(choices, repeat=len(SHAPES)):
-        used = list(
-            dict.fromkeys(ranks_of[0] for ranks_of in places if len(ranks_of) == 1)
-        )
-        if used == list(range(len(used))):
+        used_ranks = []
+        for table_ranks in places:
+            if len(table_ranks) == 1 and table_ranks[0] not in used_ranks:
+                used_ranks.append(table_ranks[0])
+        if used_ranks == list(range(len(used_ranks))):
             yield dict(zip(SHAPES, places, strict=True))
 
 
@@ -168,16 +179,15 @@ def sharded(places: Places, ranks: int) -> DistributedModelParallel:
     module = EmbeddingBagCollection(configs, device=torch.device("meta"))
     topology = Topology(world_size=ranks, local_world_size=ranks, compute_device="cpu")
     sharder = RecStoreSharder(optimizer=OPTIMIZER)
-    plan = RecStorePlanner(
-        topology=topology, constraints=constraints, debug=False
-    ).plan(module, [sharder])
+    planner = RecStorePlanner(topology=topology, constraints=constraints, debug=False)
+    plan = planner.plan(module, [sharder])
     (tables,) = plan.plan.values()
     for name, sharding in tables.items():
         if len(places[name]) == 1:
-            sharding.sharding_spec.shards[0].placement = _remote_device(
-                f"rank:{places[name][0]}/cpu"
-            )
-            sharding.ranks = list(places[name])
+            (table_rank,) = places[name]
+            placement = _remote_device(f"rank:{table_rank}/cpu")
+            sharding.sharding_spec.shards[0].placement = placement
+            sharding.ranks = [table_rank]
     return DistributedModelParallel(
         module, plan=plan, sharders=[sharder], device=torch.device("cpu")
     )
@@ -193,9 +203,9 @@ def step_ms(places: Places, ranks: int, inputs: list[KeyedJaggedTensor]) -> floa
     """Returns the median processor time of a step of the slowest rank in milliseconds."""
     model = sharded(places, ranks)
     spent = []
-    for at in range(BATCHES + STEPS):  # the first steps make the rows
+    for i in range(BATCHES + STEPS):  # the first steps make the rows
         start = time.process_time()
-        step(model, inputs[at % len(inputs)])
+        step(model, inputs[i % len(inputs)])
         spent.append(time.process_time() - start)
     slowest = torch.tensor(1000 * statistics.median(spent[BATCHES:]))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -205,43 +215,39 @@ def step_ms(places: Places, ranks: int, inputs: list[KeyedJaggedTensor]) -> floa
 def sharding_type_ms(ranks: int, shapes: dict[str, Shape]) -> dict[str, float]:
     """Returns the processor time of a step with one sample, with each sharding type."""
     inputs = batches(shapes, 1, 1, BATCHES)
-    found = {}
-    for kind, at in (("table_wise", (0,)), ("row_wise", tuple(range(ranks)))):
-        found[kind] = min(
-            step_ms(dict.fromkeys(SHAPES, at), ranks, inputs) for _ in range(3)
-        )
-    return found
+    table_wise = dict.fromkeys(SHAPES, (0,))
+    row_wise = dict.fromkeys(SHAPES, tuple(range(ranks)))
+    return {
+        "table_wise": min(step_ms(table_wise, ranks, inputs) for _ in range(3)),
+        "row_wise": min(step_ms(row_wise, ranks, inputs) for _ in range(3)),
+    }
 
 
 def memory_ratio(
     places: Places, ranks: int, shapes: dict[str, Shape], batch: int, planned: list[int]
 ) -> float:
-    """Returns the resident memory over the planned one, of the rank where the
-    difference is the largest.
+    """Returns the resident memory over the planned one.
+
+    It is that of the rank where the difference is the largest.
     """
     rank = dist.get_rank()
     gc.collect()
-    before = anonymous_bytes()
+    first_bytes = anonymous_bytes()
     model = sharded(places, ranks)
-    most = max(shape.rows // shape.bag for shape in shapes.values())
-    for whole in range(0, most, ranks * batch):  # each rank has as many steps
-        start = whole + rank * batch
+    samples = max(shape.rows // shape.bag for shape in shapes.values())
+    # each rank has as many steps
+    for first_sample in range(0, samples, ranks * batch):
+        start = first_sample + rank * batch
         ids = [
             torch.arange(start * shape.bag, (start + batch) * shape.bag) % shape.rows
             for shape in shapes.values()
         ]
-        lengths = [
-            torch.full((batch,), shape.bag, dtype=torch.int32)
-            for shape in shapes.values()
-        ]
-        step(
-            model,
-            KeyedJaggedTensor(list(shapes), torch.cat(ids), lengths=torch.cat(lengths)),
-        )
-    mine = torch.tensor((anonymous_bytes() - before) / planned[rank])
-    everyone = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(everyone, mine)
-    return max((float(each) for each in everyone), key=lambda ratio: abs(ratio - 1))
+        step(model, features_of(shapes, ids, batch))
+    rank_ratio = torch.tensor((anonymous_bytes() - first_bytes) / planned[rank])
+    gathered = [torch.empty_like(rank_ratio) for _ in range(ranks)]
+    dist.all_gather(gathered, rank_ratio)
+    ratios = [float(ratio) for ratio in gathered]
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
 def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -> None:
@@ -260,48 +266,47 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
         for name, shape in SHAPES.items()
     }
     speed = bytes_per_s(ranks) if ranks > 1 else 1e9
-    known = measured(shapes, batch, ranks)
-    types_ms = (
-        sharding_type_ms(ranks, shapes) if ranks > 1 else dict.fromkeys(REFINED, 0.0)
-    )
+    table_statistics = measured(shapes, batch, ranks)
+    types_ms = dict.fromkeys(REFINED, 0.0)
+    if ranks > 1:
+        types_ms = sharding_type_ms(ranks, shapes)
     machines = Machines(
         ranks, 2**40, speed, speed, types_ms["table_wise"], types_ms["row_wise"]
     )
-    found = forecast(TABLES, known, machines, ranks, batch)
-    chosen = {table.name: table.ranks for table in found.tables}
-    memory = memory_ratio(
-        chosen, ranks, shapes, batch, [each.memory_bytes for each in found.ranks]
-    )
+    plan = forecast(TABLES, table_statistics, machines, ranks, batch)
+    chosen = {table.name: table.ranks for table in plan.tables}
+    planned_bytes = [planned_rank.memory_bytes for planned_rank in plan.ranks]
+    memory = memory_ratio(chosen, ranks, shapes, batch, planned_bytes)
     inputs = batches(shapes, batch, 100 + rank, BATCHES)
-    of_plans = sorted(
-        ((step_ms(places, ranks, inputs), places) for places in every_plan(ranks)),
-        key=itemgetter(0),
-    )
+    plans = [(step_ms(places, ranks, inputs), places) for places in every_plan(ranks)]
+    plans.sort(key=itemgetter(0))
+    worst_ms, _ = plans[-1]
     # The best plans and the chosen one are measured again in turns, because a single
     # measurement finds lucky plans.
-    finalists = [chosen, *(places for _, places in of_plans[:5])]
-    again: list[list[float]] = [[] for _ in finalists]
+    finalists = [chosen, *(places for _, places in plans[:5])]
+    finalist_times: list[list[float]] = [[] for _ in finalists]
     for _ in range(5):
-        for times, places in zip(again, finalists, strict=True):
+        for times, places in zip(finalist_times, finalists, strict=True):
             times.append(step_ms(places, ranks, inputs))
-    medians = [statistics.median(times) for times in again]
-    mine, least = medians[0], min(medians)
-    of_best = finalists[medians.index(least)]
+    medians = [statistics.median(times) for times in finalist_times]
+    chosen_ms = medians[0]
+    best_ms = min(medians)
+    best = finalists[medians.index(best_ms)]
     if rank == 0:
         emit(
             {
                 "benchmark": "plan",
                 "ranks": ranks,
                 "batch": batch,
-                "plans": len(of_plans),
+                "plans": len(plans),
                 **{f"{kind}_ms": round(ms, 2) for kind, ms in types_ms.items()},
                 "chosen": {name: list(places) for name, places in chosen.items()},
-                "best": {name: list(places) for name, places in of_best.items()},
-                "chosen_ms": round(mine, 2),
-                "best_ms": round(least, 2),
-                "chosen_over_best": round(mine / least, 3),
-                "worst_over_best": round(of_plans[-1][0] / least, 3),
-                "planned_ms": round(found.step_ms, 2),
+                "best": {name: list(places) for name, places in best.items()},
+                "chosen_ms": round(chosen_ms, 2),
+                "best_ms": round(best_ms, 2),
+                "chosen_over_best": round(chosen_ms / best_ms, 3),
+                "worst_over_best": round(worst_ms / best_ms, 3),
+                "planned_ms": round(plan.step_ms, 2),
                 "memory_over_planned": round(memory, 3),
             }
         )

@@ -1,13 +1,13 @@
-"""Measures the test AUC of DLRM on a Criteo click log against the memory of its tables,
-RecStore's and TorchRec's.
+"""Measures the test AUC of DLRM on a Criteo click log against the memory of its tables.
 
     python benchmarks/quality.py --data criteo_kaggle_sample.tsv.gz
 
-Each run is ``examples/dlrm/train.py`` with its default settings and one limit for each
-of the 26 tables. RecStore's tables take raw ids, keep at most this many rows, and evict
-the least frequently used ones. FUSED tables have this many rows, and take ids modulo
-this number. Both train with row-wise Adagrad, whose state counts as memory. Writes
-``benchmarks/quality.json`` and the plot ``docs/quality.png``.
+The tables are RecStore's and TorchRec's. Each run is ``examples/dlrm/train.py`` with
+its default settings and one limit for each of the 26 tables. RecStore's tables take raw
+ids, keep at most this many rows, and evict the least frequently used ones. FUSED tables
+have this many rows, and take ids modulo this number. Both train with row-wise Adagrad,
+whose state counts as memory. Writes ``benchmarks/quality.json`` and the plot
+``docs/quality.png``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PLOT = ROOT / "benchmarks" / "quality.json", ROOT / "docs" / "quality.png"
+RESULTS = ROOT / "benchmarks" / "quality.json"
+PLOT = ROOT / "docs" / "quality.png"
 SEEDS = (0, 1, 2)
 LIMITS = {
     "recstore": (600, 1_000, 2_000, 5_000, 15_000, None),
@@ -52,22 +53,14 @@ def measure(data: str, backend: str, limit: int | None, seed: int) -> dict[str, 
         flags += ["--max-rows", str(limit), "--eviction", "lfu"]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        script = [
-            sys.executable,
-            str(ROOT / "examples/dlrm/train.py"),
-            "--data",
-            data,
-            "--no-log",
-        ]
-        subprocess.run(
-            [*script, *flags, "--json", str(result)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        command = [sys.executable, str(ROOT / "examples/dlrm/train.py")]
+        command += ["--data", data, "--no-log", *flags, "--json", str(result)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         measured = json.loads(result.read_text())
-    row = {"backend": backend, "limit": limit, "seed": seed}
     return {
-        **row,
+        "backend": backend,
+        "limit": limit,
+        "seed": seed,
         "bytes": sum(measured["bytes"].values()),
         "test_auc": measured["test_auc"],
     }
@@ -77,26 +70,27 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws the mean test AUC over the seeds, and its range, against the memory."""
     figure, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
     for backend, name in NAMES.items():
-        points = {
-            limit: [
+        memory_mb = []
+        seed_aucs = []
+        for limit in LIMITS[backend]:
+            runs = [
                 row
                 for row in rows
-                if (row["backend"], row["limit"]) == (backend, limit)
+                if row["backend"] == backend and row["limit"] == limit
             ]
-            for limit in LIMITS[backend]
-        }
-        memory = [np.mean([row["bytes"] for row in of]) / 1e6 for of in points.values()]
-        aucs = np.array([[row["test_auc"] for row in of] for of in points.values()])
-        mean = aucs.mean(axis=1)
+            memory_mb.append(np.mean([run["bytes"] for run in runs]) / 1e6)
+            seed_aucs.append([run["test_auc"] for run in runs])
+        aucs = np.array(seed_aucs)
         axes.fill_between(
-            memory,
+            memory_mb,
             aucs.min(axis=1),
             aucs.max(axis=1),
             color=COLORS[backend],
             alpha=0.18,
             linewidth=0,
         )
-        axes.plot(memory, mean, "o-", color=COLORS[backend], label=name)
+        mean = aucs.mean(axis=1)
+        axes.plot(memory_mb, mean, "o-", color=COLORS[backend], label=name)
     axes.set_xscale("log")
     axes.set_xticks([1, 2, 5, 10, 20, 50, 100, 200])
     axes.xaxis.set_major_formatter("{x:g}")
@@ -123,15 +117,12 @@ def main() -> None:
     )
     data = parser.parse_args().data
     if data:
-        runs = [
-            (backend, limit, seed)
-            for backend, limits in LIMITS.items()
-            for limit in limits
-            for seed in SEEDS
-        ]
-        rows = [
-            measure(data, *run) for run in tqdm(runs, disable=not sys.stderr.isatty())
-        ]
+        runs = []
+        for backend, limits in LIMITS.items():
+            runs += [(backend, limit, seed) for limit in limits for seed in SEEDS]
+        rows = []
+        for backend, limit, seed in tqdm(runs, disable=not sys.stderr.isatty()):
+            rows.append(measure(data, backend, limit, seed))
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     plot(json.loads(RESULTS.read_text()), PLOT)
 

@@ -1,5 +1,4 @@
-"""Measures how long ``reshard`` takes to move the rows of a table between ranks, and
-the memory that it needs.
+"""Measures the time and the memory of ``reshard``, which moves rows between ranks.
 
     python benchmarks/reshard.py [--rows 1000000] [--dim 64] [--ranks 2]
 
@@ -113,42 +112,39 @@ def rank_main(rank: int, ranks: int, rows: int, dim: int, directory: str) -> Non
     )
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     for ids in order.split(BATCH):
-        mine = ids[rank::ranks].contiguous()
-        features = KeyedJaggedTensor(
-            ["f"], mine, lengths=torch.ones(len(mine), dtype=torch.int32)
-        )
+        rank_ids = ids[rank::ranks].contiguous()
+        lengths = torch.ones(len(rank_ids), dtype=torch.int32)
+        features = KeyedJaggedTensor(["f"], rank_ids, lengths=lengths)
         values = model(features).values()
         values.backward(torch.ones(values.shape))
-    before = "table_wise"
+    present_kind = "table_wise"
     for kind in MOVES:
         dist.barrier()
-        held = bytes_of_rank(model)
-        other = resident_bytes() - held
+        table_bytes = bytes_of_rank(model)
+        bytes_beside = resident_bytes() - table_bytes
         peak = Peak()
-        began = clock()
+        begin = clock()
         reshard(model, plans[kind])
         dist.barrier()
-        seconds = clock() - began
-        ratio = torch.tensor([(peak.end() - other) / max(held, bytes_of_rank(model))])
+        seconds = clock() - begin
+        peak_bytes = peak.end() - bytes_beside
+        ratio = torch.tensor([peak_bytes / max(table_bytes, bytes_of_rank(model))])
         dist.all_reduce(ratio, dist.ReduceOp.MAX)
         assert table_stats(model)["t"].rows == rows
         if rank == 0:
-            row = {
-                "benchmark": "reshard",
-                "rows": rows,
-                "dim": dim,
-                "ranks": ranks,
-                "from": before,
-                "to": kind,
-            }
             emit(
                 {
-                    **row,
+                    "benchmark": "reshard",
+                    "rows": rows,
+                    "dim": dim,
+                    "ranks": ranks,
+                    "from": present_kind,
+                    "to": kind,
                     "seconds": round(seconds, 3),
                     "peak_over_held": round(float(ratio), 3),
                 }
             )
-        before = kind
+        present_kind = kind
         time.sleep(0.2)
     end_rank()
 

@@ -26,8 +26,12 @@ FIRST_CATEGORICAL = 14
 
 
 def imbalance(ids: torch.Tensor, ranks: int, routing: str) -> float:
-    """Returns the rows of the fullest rank divided by the mean, for (rows,) distinct
-    int64 ids.
+    """Returns the rows of the fullest rank divided by the mean.
+
+    Args:
+        ids: (rows,) int64, distinct. The ids of the rows.
+        ranks: The number of ranks.
+        routing: The routing of the table, "block" or "hash".
     """
     if routing == "hash":
         ids = ops.mix_ids(ids, False)
@@ -43,19 +47,16 @@ def imbalance(ids: torch.Tensor, ranks: int, routing: str) -> float:
 
 
 def criteo_ids(path: str) -> dict[str, torch.Tensor]:
-    """Returns the distinct ids of each categorical feature with at least 1,000 distinct
-    ids.
-    """
-    features: list[set[int]] = [set() for _ in range(26)]
+    """Returns the distinct ids of each categorical feature with at least 1,000 ids."""
+    ids_of_features: list[set[int]] = [set() for _ in range(26)]
     with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as lines:
         for line in lines:
-            for known, field in zip(
-                features, line.rstrip("\n").split("\t")[FIRST_CATEGORICAL:], strict=True
-            ):
-                known.add(int(field, 16) if field else 0)
+            fields = line.rstrip("\n").split("\t")[FIRST_CATEGORICAL:]
+            for ids, field in zip(ids_of_features, fields, strict=True):
+                ids.add(int(field, 16) if field else 0)
     return {
         f"C{i}": torch.tensor(sorted(ids))
-        for i, ids in enumerate(features, 1)
+        for i, ids in enumerate(ids_of_features, 1)
         if len(ids) >= 1000
     }
 
@@ -80,16 +81,14 @@ def main() -> None:
             features.values(), key=lambda ids: imbalance(ids, ranks, "hash")
         )
     for name, ids in patterns.items():
-        both = {
-            routing: imbalance(ids, ranks, routing) for routing in ("block", "hash")
-        }
         emit(
             {
                 "benchmark": "routing",
                 "ids": name,
                 "rows": len(ids),
                 "ranks": ranks,
-                **both,
+                "block": imbalance(ids, ranks, "block"),
+                "hash": imbalance(ids, ranks, "hash"),
             }
         )
 

@@ -1,7 +1,8 @@
-"""Runs all benchmarks and writes ``benchmarks/results.json`` and the tables of the
-README and the docs.
+"""Runs all benchmarks, and writes their results and the tables of the pages.
 
-python benchmarks/run.py [--only kernel,growth]
+    python benchmarks/run.py [--only kernel,growth]
+
+The results are in ``benchmarks/results.json``.
 """
 
 from __future__ import annotations
@@ -33,12 +34,11 @@ from tqdm import tqdm
 
 FOLDER = Path(__file__).resolve().parent
 MEASURED = FOLDER / "results.json"
-BEGIN, END = "<!-- benchmarks: written by make bench -->", "<!-- end of benchmarks -->"
+BEGIN = "<!-- benchmarks: written by make bench -->"
 BEGIN_BOUNDS = "<!-- benchmarks of bounds: written by make bench -->"
-BEGIN_RESULTS, END_RESULTS = (
-    "<!-- results: written by make bench -->",
-    "<!-- end of results -->",
-)
+END = "<!-- end of benchmarks -->"
+BEGIN_RESULTS = "<!-- results: written by make bench -->"
+END_RESULTS = "<!-- end of results -->"
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:
@@ -57,27 +57,41 @@ def write_between(page: str, begin: str, end: str, lines: list[str]) -> None:
     path = ROOT / page
     text = path.read_text()
     start = text.index(begin) + len(begin)
+    stop = text.index(end, start)
     written = "\n".join(lines)
-    path.write_text(f"{text[:start]}\n\n{written}\n\n{text[text.index(end, start) :]}")
+    path.write_text(f"{text[:start]}\n\n{written}\n\n{text[stop:]}")
 
 
 def conditions(rows: list[dict[str, Any]]) -> str:
     """Returns the processor, torch and the commits of the rows as one line."""
-    r = rows[0]
-    commits: dict[str, list[str]] = {}
+    benchmarks_of: dict[str, list[str]] = {}
     for row in rows:
-        of = commits.setdefault(row["commit"], [])
-        of += [row["benchmark"]] if row["benchmark"] not in of else []
-    at = ", ".join(f"{commit} ({', '.join(of)})" for commit, of in commits.items())
-    threads = f"{r['threads']} thread{'s' * (r['threads'] != 1)}"
-    return f"{r['cpu']}, {threads}, torch {r['torch']}, commit {at}; medians."
+        benchmarks = benchmarks_of.setdefault(row["commit"], [])
+        if row["benchmark"] not in benchmarks:
+            benchmarks.append(row["benchmark"])
+    commits = [
+        f"{commit} ({', '.join(benchmarks)})"
+        for commit, benchmarks in benchmarks_of.items()
+    ]
+    first = rows[0]
+    threads = "1 thread" if first["threads"] == 1 else f"{first['threads']} threads"
+    return (
+        f"{first['cpu']}, {threads}, torch {first['torch']}, commit"
+        f" {', '.join(commits)}; medians."
+    )
+
+
+def script_of(row: dict[str, Any]) -> str:
+    """Returns the name of the script that measured a row."""
+    return SCRIPT_OF.get(row["benchmark"], row["benchmark"])
 
 
 def write_tables(
     page: str, rows: list[dict[str, Any]], lines: list[str], mark: str = BEGIN
 ) -> None:
-    """Writes the conditions of the rows and the lines of Markdown between the marks of
-    a page.
+    """Writes lines of Markdown between the marks of a page.
+
+    The conditions of the rows are before them.
     """
     write_between(page, mark, END, [conditions(rows), "", *lines])
 
@@ -93,54 +107,44 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SCRIPTS), help="benchmarks to run")
     only = parser.parse_args().only.split(",")
     rows = json.loads(MEASURED.read_text()) if MEASURED.exists() else []
-    rows = [
-        row
-        for row in rows
-        if SCRIPT_OF.get(row["benchmark"], row["benchmark"]) not in only
-    ]
+    rows = [row for row in rows if script_of(row) not in only]
     for name in tqdm(only, disable=not sys.stderr.isatty()):
         rows += run_lanes(str(FOLDER / f"{name}.py"), lanes_of(name))
-    rows.sort(
-        key=lambda row: SCRIPTS.index(SCRIPT_OF.get(row["benchmark"], row["benchmark"]))
-    )
+    rows.sort(key=lambda row: SCRIPTS.index(script_of(row)))
     MEASURED.write_text(json.dumps(rows, indent=1) + "\n")
-    of_options = [row for row in rows if row["benchmark"].startswith("options_")]
-    of_serving = [row for row in rows if SCRIPT_OF.get(row["benchmark"]) == "serving"]
-    others = [row for row in rows if row not in of_options and row not in of_serving]
-    if others:
-        write_tables("docs/measured.md", others, tables(others))
-        r = others[0]
-        where = f"{r['cpu']}, {r['threads']} threads, torch {r['torch']}; medians."
-        write_between(
-            "README.md",
-            BEGIN_RESULTS,
-            END_RESULTS,
-            [where, "", *markdown(RESULTS, result_figures(rows))],
-        )
-    if of_options:
-        write_tables(
-            "docs/options.md", of_options, markdown(OPTIONS, option_figures(of_options))
-        )
-    of_bounds = [
-        row
-        for row in rows
-        if SCRIPT_OF.get(row["benchmark"], row["benchmark"]) == "tiers"
+    write_pages(rows)
+
+
+def write_pages(rows: list[dict[str, Any]]) -> None:
+    """Writes the tables of the pages, and prints them."""
+    option_rows = [row for row in rows if script_of(row) == "options"]
+    serving_rows = [row for row in rows if script_of(row) == "serving"]
+    bounds_rows = [row for row in rows if script_of(row) == "tiers"]
+    measured_rows = [
+        row for row in rows if script_of(row) not in ("options", "serving")
     ]
-    if of_bounds:
-        write_tables(
-            "docs/options.md",
-            of_bounds,
-            markdown(OTHER, other_figures(of_bounds)),
-            BEGIN_BOUNDS,
+    measured_lines = tables(measured_rows)
+    option_lines = markdown(OPTIONS, option_figures(option_rows))
+    serving_lines = markdown(SERVING, serving_figures(serving_rows))
+    if measured_rows:
+        write_tables("docs/measured.md", measured_rows, measured_lines)
+        first = measured_rows[0]
+        machine = (
+            f"{first['cpu']}, {first['threads']} threads, torch {first['torch']};"
+            " medians."
         )
-    if of_serving:
-        write_tables(
-            "docs/serving.md",
-            of_serving,
-            markdown(SERVING, serving_figures(of_serving)),
+        result_lines = markdown(RESULTS, result_figures(rows))
+        write_between(
+            "README.md", BEGIN_RESULTS, END_RESULTS, [machine, "", *result_lines]
         )
-    lines = [*tables(others), "", *markdown(SERVING, serving_figures(of_serving))]
-    print("\n".join([*lines, "", *markdown(OPTIONS, option_figures(of_options))]))
+    if option_rows:
+        write_tables("docs/options.md", option_rows, option_lines)
+    if bounds_rows:
+        bounds_lines = markdown(OTHER, other_figures(bounds_rows))
+        write_tables("docs/options.md", bounds_rows, bounds_lines, BEGIN_BOUNDS)
+    if serving_rows:
+        write_tables("docs/serving.md", serving_rows, serving_lines)
+    print("\n".join([*measured_lines, "", *serving_lines, "", *option_lines]))
 
 
 if __name__ == "__main__":

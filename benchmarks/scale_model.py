@@ -1,5 +1,4 @@
-"""The model of scale: bytes and time of one rank's training step, from 1 to 1,024
-ranks.
+"""The model of scale: bytes and time of one rank's step, from 1 to 1,024 ranks.
 
 It does not import torch.
 
@@ -22,7 +21,9 @@ GRID_COLUMNS = 32
 planner.
 """
 
-ID_BYTES, LENGTH_BYTES, FLOAT_BYTES = 8, 4, 4
+ID_BYTES = 8
+LENGTH_BYTES = 4
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ class Library:
 
     def all_to_all_rounds(self, ranks: int) -> int:
         """Returns the rounds of messages of an all-to-all."""
-        return (ranks - 1 if self.pairwise else 1) if ranks > 1 else 0
+        if ranks == 1:
+            return 0
+        return ranks - 1 if self.pairwise else 1
 
 
 RING = Library(reduce_scatter=1, pairwise=True)
@@ -126,24 +129,22 @@ three were measured.
 
 
 class Collective(NamedTuple):
-    """One collective of a step: its bytes from the busiest host to others, or into it,
-    and rounds of messages.
-    """
+    """One collective of a step."""
 
     name: str
     host_bytes: float  # in the busier direction of the busiest host's interface
     rank_bytes: float  # that the busiest rank sends or receives, within its host or not
-    rounds: int
+    rounds: int  # of messages
 
     def seconds(self, network: Network, kernels: Kernels, latencies: int) -> float:
-        """Returns the time of the collective, each of whose rounds takes a number of
-        the network's latencies.
+        """Returns the time of the collective.
+
+        Each round takes ``latencies`` latencies of the network.
         """
         wait_s = self.rounds * latencies * network.latency_s
-        return wait_s + max(
-            self.host_bytes / network.bytes_per_s,
-            self.rank_bytes / kernels.copy_bytes_per_s,
-        )
+        host_s = self.host_bytes / network.bytes_per_s
+        rank_s = self.rank_bytes / kernels.copy_bytes_per_s
+        return wait_s + max(host_s, rank_s)
 
 
 class Load(NamedTuple):
@@ -201,59 +202,70 @@ def collectives(
     ids = job.features * job.batch
     pooled = ids * job.dim * FLOAT_BYTES
     rounds = library.all_to_all_rounds(ranks)
-    made = []
+    result = []
     if sharding == "row_wise":
         # to each rank: its share of the ids, all lengths
         sent = ids * ID_BYTES / ranks + ids * LENGTH_BYTES
-        made.append(
+        result.append(
             Collective("ids", on_host * away * sent, (ranks - 1) * sent, 3 * rounds)
         )
-        made += _ring(library, "pooled", "gradients", ranks * pooled, ranks, hosts > 1)
-    elif sharding == "table_wise":
-        of_rank, of_host = _ceil(job.features, ranks), _ceil(job.features, hosts)
-        # Bags of other ranks' samples go out, or bags of a rank's own samples come in.
-        of_rank = max(of_rank * (ranks - 1), job.features - of_rank) * job.batch
-        of_host = (
-            max(of_host * away, on_host * (job.features - job.features // hosts))
-            * job.batch
+        result += _ring(
+            library, "pooled", "gradients", ranks * pooled, ranks, crosses=hosts > 1
         )
+    elif sharding == "table_wise":
+        rank_tables = _ceil(job.features, ranks)
+        host_tables = _ceil(job.features, hosts)
+        tables_away = job.features - job.features // hosts
+        # Bags of other ranks' samples go out, or bags of a rank's own samples come in.
+        rank_bags = max(rank_tables * (ranks - 1), job.features - rank_tables)
+        host_bags = max(host_tables * away, on_host * tables_away)
+        rank_bags *= job.batch
+        host_bags *= job.batch
         row = job.dim * FLOAT_BYTES
-        for name, size, steps in (
+        for name, bag_bytes, steps in (
             ("ids", ID_BYTES + LENGTH_BYTES, 3),
             ("pooled", row, 1),
             ("gradients", row, 1),
         ):
-            made.append(
-                Collective(name, of_host * size, of_rank * size, steps * rounds)
+            result.append(
+                Collective(
+                    name, host_bags * bag_bytes, rank_bags * bag_bytes, steps * rounds
+                )
             )
     else:
         columns, shards = _shards(job, sharding)
-        of_host = _ceil(shards, hosts)
-        other = shards - shards // hosts  # the shards on other hosts
-        most = max(of_host * away, on_host * other) * job.batch
+        host_shards = _ceil(shards, hosts)
+        shards_away = shards - shards // hosts
+        host_bags = max(host_shards * away, on_host * shards_away) * job.batch
+        rank_bags = 0
+        if ranks > 1:
+            rank_bags = max(host_shards * (ranks - 1), shards) * job.batch
         # a rank of the host gets its ids; each of them gets the lengths
-        each = ID_BYTES + LENGTH_BYTES * on_host
-        of_rank = max(of_host * (ranks - 1), shards) * job.batch if ranks > 1 else 0
-        made.append(
-            Collective("ids", most * each, of_rank * each / on_host, 3 * rounds)
+        bag_bytes = ID_BYTES + LENGTH_BYTES * on_host
+        result.append(
+            Collective(
+                "ids",
+                host_bags * bag_bytes,
+                rank_bags * bag_bytes / on_host,
+                3 * rounds,
+            )
         )
-        inside = of_host * ranks * job.batch * columns * FLOAT_BYTES
-        scatter, gather = _ring(library, "pooled", "gradients", inside, on_host, False)
-        across = most * columns * FLOAT_BYTES
+        inside = host_shards * ranks * job.batch * columns * FLOAT_BYTES
+        across = host_bags * columns * FLOAT_BYTES
         between = library.all_to_all_rounds(hosts)
-        for ring in (scatter, gather):
-            made.append(ring._replace(name=f"{ring.name} in the host", rounds=0))
-            made.append(
+        rings = _ring(library, "pooled", "gradients", inside, on_host, crosses=False)
+        for ring in rings:
+            result.append(ring._replace(name=f"{ring.name} in the host", rounds=0))
+            result.append(
                 Collective(
                     f"{ring.name} between hosts", across, across / on_host, between
                 )
             )
     dense = job.dense_parameters * FLOAT_BYTES
     edge = 2 * (ranks - 1) / ranks * dense
-    made.append(
-        Collective("all-reduce", edge if hosts > 1 else 0, edge, 2 * (ranks - 1))
-    )
-    return made
+    host_edge = edge if hosts > 1 else 0
+    result.append(Collective("all-reduce", host_edge, edge, 2 * (ranks - 1)))
+    return result
 
 
 def step(
@@ -265,8 +277,9 @@ def step(
     library: Library = RING,
     dense: bool = True,
 ) -> dict[str, float]:
-    """Returns the parts of a step, in seconds: ``dense``, ``tables``, ``torchrec``, and
-    each collective by its name.
+    """Returns the parts of a step in seconds.
+
+    They are ``dense``, ``tables``, ``torchrec``, and each collective by its name.
 
     Args:
         job: The model.
@@ -295,9 +308,9 @@ def step(
         "torchrec": kernels.torchrec_s,
     }
     latencies = library.latencies if hosts_of(job, ranks) > 1 else 0
-    for each in collectives(job, sharding, ranks, library):
-        if each.name != "all-reduce" or dense:
-            parts[each.name] = each.seconds(network, kernels, latencies)
+    for collective in collectives(job, sharding, ranks, library):
+        if collective.name != "all-reduce" or dense:
+            parts[collective.name] = collective.seconds(network, kernels, latencies)
     return parts
 
 
@@ -307,25 +320,21 @@ def samples_per_s(job: Job, ranks: int, parts: dict[str, float]) -> float:
 
 
 def hosts_for(
-    wanted: float,
+    target_rate: float,
     job: Job,
     sharding: Sharding,
     network: Network,
     kernels: Kernels,
     dense: bool = True,
 ) -> int | None:
-    """Returns the fewest hosts that train ``wanted`` samples a second.
+    """Returns the fewest hosts that train ``target_rate`` samples a second.
 
     None: 1,024 hosts do not.
     """
     for hosts in range(1, 1025):
         ranks = hosts * job.ranks_per_host
-        if (
-            samples_per_s(
-                job, ranks, step(job, sharding, ranks, network, kernels, dense=dense)
-            )
-            >= wanted
-        ):
+        parts = step(job, sharding, ranks, network, kernels, dense=dense)
+        if samples_per_s(job, ranks, parts) >= target_rate:
             return hosts
     return None
 
@@ -335,8 +344,9 @@ def _ceil(items: int, places: int) -> int:
 
 
 def _shards(job: Job, sharding: Sharding) -> tuple[int, int]:
-    """The columns of a shard, and the shards of all tables, of ``table_row_wise`` and
-    ``grid``.
+    """Returns the columns of a shard, and the number of shards of all tables.
+
+    They are those of ``table_row_wise`` and ``grid``.
     """
     columns = min(job.dim, GRID_COLUMNS) if sharding == "grid" else job.dim
     return columns, job.features * job.dim // columns
@@ -346,22 +356,26 @@ def _ring(
     library: Library,
     forward: str,
     backward: str,
-    whole: float,
+    total_bytes: float,
     ranks: int,
     crosses: bool,
 ) -> tuple[Collective, Collective]:
-    """A reduce-scatter of ``whole`` bytes and its all-gather.
+    """Returns a reduce-scatter of ``total_bytes`` bytes and its all-gather.
 
-    One edge of the ring leaves each host.
+    One edge of the ring leaves each host if the ring crosses hosts.
     """
-    edge = (ranks - 1) / ranks * whole
+    edge = (ranks - 1) / ranks * total_bytes
     sent = library.reduce_scatter * edge
-    return (
-        Collective(
-            forward,
-            sent if crosses else 0.0,
-            sent,
-            library.reduce_scatter * (ranks - 1),
-        ),
-        Collective(backward, edge if crosses else 0.0, edge, ranks - 1),
+    scatter = Collective(
+        forward,
+        host_bytes=sent if crosses else 0.0,
+        rank_bytes=sent,
+        rounds=library.reduce_scatter * (ranks - 1),
     )
+    gather = Collective(
+        backward,
+        host_bytes=edge if crosses else 0.0,
+        rank_bytes=edge,
+        rounds=ranks - 1,
+    )
+    return scatter, gather

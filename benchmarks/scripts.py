@@ -27,9 +27,8 @@ SCRIPT_OF = {
     "async_save": "checkpoint",
     "eviction": "tiers",
     "bounded_memory": "tiers",
-}
-SCRIPT_OF["pauses"] = SCRIPT_OF["cold_writes"] = "tiers"
-SCRIPT_OF |= {
+    "pauses": "tiers",
+    "cold_writes": "tiers",
     "service_beside": "service",
     "service_dlrm": "service",
     "service_clients": "service",
@@ -37,24 +36,21 @@ SCRIPT_OF |= {
     "service_prefetch": "service",
     "service_replicated": "service",
     "service_saturation": "service",
+    "serving_lookup": "serving",
+    "serving_delta": "serving",
+    "serving_mapped": "serving",
+    "serving_servers": "serving",
+    "serving_load": "serving",
+    "serving_publisher": "serving",
+    "serving_http": "serving",
+    "serving_stream": "serving",
+    "options_training": "options",
+    "options_new_rows": "options",
+    "options_evaluation": "options",
+    "options_routing": "options",
+    "options_optimizers": "options",
 }
-SCRIPT_OF |= {
-    f"serving_{part}": "serving"
-    for part in (
-        "lookup",
-        "delta",
-        "mapped",
-        "servers",
-        "load",
-        "publisher",
-        "http",
-        "stream",
-    )
-}
-SCRIPT_OF |= {
-    f"options_{part}": "options"
-    for part in ("training", "new_rows", "evaluation", "routing", "optimizers")
-}
+"""The script of each benchmark that has not the name of its script."""
 
 QUICK: dict[str, list[str]] = {
     "kernel": ["--cases", "small", "--steps", "6"],
@@ -82,8 +78,6 @@ def lanes_of(name: str) -> tuple[str, ...]:
     if name in ONE_LANE:
         return ("shipped",)
     has_avx512 = "avx512bw" in Path("/proc/cpuinfo").read_text()
-    return (
-        ("shipped", "kept", "avx2")
-        if name == "kernel" and has_avx512
-        else ("shipped", "kept")
-    )
+    if name == "kernel" and has_avx512:
+        return ("shipped", "kept", "avx2")
+    return ("shipped", "kept")

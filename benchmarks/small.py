@@ -1,13 +1,13 @@
-"""Measures a training step of a small batch: a sharded collection with RecStore tables,
-and with TorchRec's own tables.
+"""Measures a training step of a small batch.
 
     python benchmarks/small.py [--batch-size 64] [--dim 16] [--tables 26] [--steps 2000]
 
-Both collections are wrapped in ``DistributedModelParallel`` on one rank, with row-wise
-Adagrad and the kernel and sharding that TorchRec chooses by default. A step is a
-forward, a backward and the fused update, on one thread. The two sides take turns in one
-process, 50 steps each, as a training loop runs the steps of one model: single steps in
-turn find caches that the other model has filled. Prints one JSON row with the
+The sides are a sharded collection with RecStore tables, and one with TorchRec's own
+tables. Both collections are wrapped in ``DistributedModelParallel`` on one rank, with
+row-wise Adagrad and the kernel and sharding that TorchRec chooses by default. A step is
+a forward, a backward and the fused update, on one thread. The two sides take turns in
+one process, 50 steps each, as a training loop runs the steps of one model: single steps
+in turn find caches that the other model has filled. Prints one JSON row with the
 microseconds per step and the ratio.
 """
 
@@ -17,13 +17,12 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from measure import clock, emit, interleave, spread
+from measure import Side, Timing, clock, emit, interleave, ratios, spread, step_seconds
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -65,9 +64,10 @@ def step_of(
     ids: list[torch.Tensor],
     tables: int,
     grad: torch.Tensor,
-) -> Callable[[int], tuple[float]]:
-    """Returns a function that runs a training step of each batch, and returns the mean
-    of their seconds.
+) -> Side:
+    """Returns a side that runs a training step of each batch.
+
+    Its timing is the mean of their seconds.
 
     Args:
         model: The sharded collection.
@@ -78,7 +78,7 @@ def step_of(
     keys = [f"f{i}" for i in range(tables)]
     lengths = torch.ones(tables * len(grad), dtype=torch.int32)
 
-    def side(_: int) -> tuple[float]:
+    def side(_: int) -> Timing:
         begin = clock()
         for batch in ids:
             features = KeyedJaggedTensor(keys, batch, lengths=lengths)
@@ -98,7 +98,8 @@ def main() -> None:
     parser.add_argument("--tables", type=int, default=26)
     parser.add_argument("--steps", type=int, default=2000)
     arguments = parser.parse_args()
-    dim, tables = arguments.dim, arguments.tables
+    dim = arguments.dim
+    tables = arguments.tables
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
             "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
@@ -109,27 +110,21 @@ def main() -> None:
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         "learning_rate": 0.01,
     }
-    models = {
-        "recstore": sharded(
-            RecStoreSharder(fused_params=dict(fused_params)), "meta", dim, tables
-        ),
-        "stock": sharded(
-            EmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
-            "cpu",
-            dim,
-            tables,
-        ),
-    }
-    ids = list(
-        torch.randint(0, ROWS, (BATCHES, tables * arguments.batch_size)).unbind(0)
-    )
+    recstore_sharder = RecStoreSharder(fused_params=dict(fused_params))
+    stock_sharder = EmbeddingBagCollectionSharder(fused_params=dict(fused_params))
+    recstore = sharded(recstore_sharder, "meta", dim, tables)
+    stock = sharded(stock_sharder, "cpu", dim, tables)
+    batches = torch.randint(0, ROWS, (BATCHES, tables * arguments.batch_size))
+    ids = list(batches.unbind(0))
     grad = torch.randn(arguments.batch_size, tables * dim)
-    sides = {name: step_of(model, ids, tables, grad) for name, model in models.items()}
+    sides = {
+        "recstore": step_of(recstore, ids, tables, grad),
+        "stock": step_of(stock, ids, tables, grad),
+    }
     timings = interleave(sides, arguments.steps // BATCHES, warm_up=2)
     # Ratios of consecutive turns, so that a drift of the machine's speed does not
     # matter.
-    pairs = zip(timings["stock"], timings["recstore"], strict=True)
-    ratio = spread([stock[0] / recstore[0] for stock, recstore in pairs], 1)
+    speedup = spread(ratios(timings["stock"], timings["recstore"]), 1)
     torch.set_num_threads(threads)
     emit(
         {
@@ -138,11 +133,10 @@ def main() -> None:
             "dim": dim,
             "tables": tables,
             "step_us_one_thread": {
-                name: spread([t[0] for t in values], 1e6)
-                for name, values in timings.items()
+                name: spread(step_seconds(timings[name]), 1e6) for name in sides
             },
             "steps_per_second_over_stock": {
-                key: round(value, 3) for key, value in ratio.items()
+                key: round(value, 3) for key, value in speedup.items()
             },
         }
     )

@@ -1,21 +1,18 @@
-"""Measures how the steps of RecStore's pooled group become faster with the number of
-threads.
+r"""Measures how the steps of RecStore's pooled group become faster with threads.
 
-It needs torch alone.
+    python benchmarks/threads.py [--threads 1,2,4,8,16] [--batches 8192,65536] \
+        [--dim 64] [--steps 20]
 
-    python benchmarks/threads.py [--threads 1,2,4,8,16] [--batches 8192,65536] [--dim
-    64] [--steps 20]
-
-Prints a JSON row for each batch size and number of threads, and then a table.
-``forward`` and ``backward`` are those of 26 tables whose rows are there, with row-wise
-Adagrad. ``new rows`` is the forward of a batch whose ids are all new, in tables that
-are empty at the beginning of each eighth step. ``evicting``, ``not admitted`` and
-``expiring`` are forwards of tables with bounds, a third of whose ids are new. ``save``
-reads the rows of one table of 300,000 rows, as a checkpoint does. ``first touch`` fills
-fresh memory of the size of the new rows. ``gather`` and ``scatter`` move the same rows
-of one array by known slots, as kernel.py does: they are the limit of the machine, which
-has fewer memory channels than processors. The steps of all numbers of threads are
-interleaved.
+It needs torch alone. Prints a JSON row for each batch size and number of threads, and
+then a table. ``forward`` and ``backward`` are those of 26 tables whose rows are there,
+with row-wise Adagrad. ``new rows`` is the forward of a batch whose ids are all new, in
+tables that are empty at the beginning of each eighth step. ``evicting``, ``not
+admitted`` and ``expiring`` are forwards of tables with bounds, a third of whose ids are
+new. ``save`` reads the rows of one table of 300,000 rows, as a checkpoint does. ``first
+touch`` fills fresh memory of the size of the new rows. ``gather`` and ``scatter`` move
+the same rows of one array by known slots, as kernel.py does: they are the limit of the
+machine, which has fewer memory channels than processors. The steps of all numbers of
+threads are interleaved.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from kernel import (
     recstore,
     step,
 )
-from measure import clock, emit, interleave, spread
+from measure import Side, Timing, clock, emit, interleave, spread
 from torch import Tensor
 
 from torchrec_recstore import LRU, Expiry, MinFrequency, TableOptions
@@ -59,8 +56,9 @@ PARTS = (
 
 
 def new_rows(case: Case) -> Callable[[int], float]:
-    """Returns a function that looks up a batch of new ids in tables that grow, and
-    returns the seconds.
+    """Returns a function that looks up a batch of new ids in tables that grow.
+
+    The function returns the seconds.
     """
     offsets = torch.arange(case.tables * case.batch + 1)
     group: PooledGroup | None = None
@@ -93,10 +91,12 @@ def options_of(bound: str, case: Case) -> TableOptions:
 def bounded(
     bound: str, case: Case, batches: list[Batch], grads: dict[torch.Size, Tensor]
 ) -> Callable[[int], float]:
-    """Returns a function that looks up a batch, a third of whose ids are new, in tables
-    with a bound.
+    """Returns a function that looks up a batch in tables with a bound.
+
+    A third of its ids are new. The function returns the seconds.
     """
-    optimizer, options = OPTIMIZERS["rowwise_adagrad"], options_of(bound, case)
+    optimizer = OPTIMIZERS["rowwise_adagrad"]
+    options = options_of(bound, case)
     tables = [
         Table(case.dim, optimizer=optimizer, options=options, name=f"b{j}")
         for j in range(case.tables)
@@ -107,7 +107,8 @@ def bounded(
         b = batches[i % BATCHES]
         new = (torch.arange(len(b.ids)) + (i + 1) * len(b.ids)) * 7919
         ids = torch.where(torch.arange(len(b.ids)) % 3 == 0, new, b.ids % case.batch)
-        return step(lambda: group(ids, b.offsets, b.weights, train=True), grads)[0]
+        forward_s, _ = step(lambda: group(ids, b.offsets, b.weights, train=True), grads)
+        return forward_s
 
     return side
 
@@ -121,9 +122,7 @@ def save(table: Table) -> float:
 
 
 def first_touch(case: Case) -> float:
-    """Fills memory in huge pages that the process has not had before, and returns the
-    seconds.
-    """
+    """Fills fresh memory in huge pages, and returns the seconds."""
     begin = clock()
     limit.empty(case.tables * case.batch, case.dim).zero_()
     return clock() - begin
@@ -138,13 +137,11 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
     grads = {shape: torch.randn(shape, generator=generator) * 0.01}
     bare = limits(case, batches)
 
-    def side(count: int) -> Callable[[int], tuple[float, ...]]:
-        grow, bounds = (
-            new_rows(case),
-            [bounded(bound, case, batches, grads) for bound in BOUNDS],
-        )
+    def side(count: int) -> Side:
+        grow = new_rows(case)
+        bounds = [bounded(bound, case, batches, grads) for bound in BOUNDS]
 
-        def run(i: int) -> tuple[float, ...]:
+        def run(i: int) -> Timing:
             torch.set_num_threads(count)
             b = batches[i % BATCHES]
             # wakes the threads of this number
@@ -152,7 +149,7 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
             return (
                 *step(lambda: group(b.ids, b.offsets, b.weights, train=True), grads),
                 grow(i),
-                *(side(i) for side in bounds),
+                *(bound_side(i) for bound_side in bounds),
                 save(tables[0]),
                 first_touch(case),
                 *bare(i),
@@ -160,17 +157,15 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
 
         return run
 
+    sides = {str(count): side(count) for count in threads}
     # Rows expire from the ninth step on.
-    timings = interleave(
-        {str(count): side(count) for count in threads}, steps, warm_up=9
-    )
+    timings = interleave(sides, steps, warm_up=9)
     rows = []
     for count in threads:
-        spreads = [spread(values) for values in zip(*timings[str(count)], strict=True)]
-        rows.append(
-            {"batch": case.batch, "threads": count}
-            | dict(zip(PARTS, spreads, strict=True))
-        )
+        row: dict[str, Any] = {"batch": case.batch, "threads": count}
+        for place, part in enumerate(PARTS):
+            row[part] = spread([timing[place] for timing in timings[str(count)]])
+        rows.append(row)
     return rows
 
 
@@ -203,12 +198,12 @@ def main() -> None:
         for row in rows:
             torch.set_num_threads(row["threads"])  # a condition that each row states
             emit({"benchmark": "threads", "dim": arguments.dim, **row})
-            medians = [
-                (row[part]["median"], rows[0][part]["median"] / row[part]["median"])
-                for part in PARTS
-            ]
-            cells = " | ".join(f"{ms:.2f} ms, {speed:.2f}x" for ms, speed in medians)
-            lines.append(f"| {batch} | {row['threads']} | {cells} |")
+            cells = [batch, str(row["threads"])]
+            for part in PARTS:
+                median_ms = row[part]["median"]
+                speedup = rows[0][part]["median"] / median_ms
+                cells.append(f"{median_ms:.2f} ms, {speedup:.2f}x")
+            lines.append(f"| {' | '.join(cells)} |")
     print("\n".join(lines))
 
 

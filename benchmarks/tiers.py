@@ -1,8 +1,7 @@
-"""Measures the cost of limited memory: eviction, resident memory, and training with
-most rows in a cold store.
+r"""Measures the cost of limited memory.
 
-    python benchmarks/tiers.py [--parts eviction,pauses,memory,writes,tiers] [--ids
-    20000000] [--dim 64]
+    python benchmarks/tiers.py [--parts eviction,pauses,memory,writes,tiers] \
+        [--ids 20000000] [--dim 64]
 
 Prints a JSON row for each part. The sides of a part are interleaved in one process.
 
@@ -39,7 +38,19 @@ import torch
 import torch.distributed as dist
 from dlrm import settings_of
 from kernel import zipf
-from measure import ROOT, clock, emit, forget, interleave, spread
+from measure import (
+    ROOT,
+    Side,
+    Timing,
+    clock,
+    emit,
+    forget,
+    interleave,
+    rates,
+    ratios,
+    spread,
+    step_seconds,
+)
 from memory import resident_bytes
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -67,32 +78,57 @@ PAUSES_RUNS = 3
 SHARE = 0.1  # the fraction of the ids that have room in DRAM
 
 
-def fill(table: Table, ids: Tensor, most: int) -> None:
-    """Creates the rows of ids, (N,), at most ``most`` rows at a time."""
-    for part in ids.split(most):
+def fill(table: Table, ids: Tensor, batch: int) -> None:
+    """Creates the rows of ids, (N,), ``batch`` rows at a time."""
+    for part in ids.split(batch):
         table.lookup(part, train=True)
 
 
 def ratio_of_means(
-    timings: list[tuple[float, ...]], others: list[tuple[float, ...]]
+    numerators: list[Timing], denominators: list[Timing]
 ) -> dict[str, float]:
     """Returns the ratios of the means over blocks of consecutive steps.
 
     Neither a drift of the machine's speed nor a single step changes these ratios much.
     """
-    ratios = []
-    for begin in range(0, len(timings) - BLOCK_STEPS + 1, BLOCK_STEPS):
-        mine, theirs = (
-            sum(t[0] for t in side[begin : begin + BLOCK_STEPS])
-            for side in (timings, others)
-        )
-        ratios.append(mine / theirs)
-    return spread(ratios, 1)
+    block_ratios = []
+    for begin in range(0, len(numerators) - BLOCK_STEPS + 1, BLOCK_STEPS):
+        block = slice(begin, begin + BLOCK_STEPS)
+        numerator = sum(step_seconds(numerators[block]))
+        denominator = sum(step_seconds(denominators[block]))
+        block_ratios.append(numerator / denominator)
+    return spread(block_ratios, 1)
+
+
+def batch_of(
+    step: int, hot: Tensor, batch: int, new: int, generator: torch.Generator
+) -> Tensor:
+    """Returns the ids of a step, (batch,): ids of ``hot``, and then new ones."""
+    places = torch.randint(0, len(hot), (batch - new,), generator=generator)
+    new_ids = 2**40 + torch.arange(step * new, (step + 1) * new)
+    return torch.cat([hot[places], new_ids])
+
+
+def group_steps(
+    table: Table, ids_of: Callable[[int], Tensor], offsets: Tensor, grad: Tensor
+) -> Side:
+    """Returns a side that runs forward and backward of a group over one table."""
+    group = PooledGroup([table], [0], "sum")
+
+    def step(i: int) -> Timing:
+        ids = ids_of(i)
+        begin = clock()
+        group(ids, offsets, train=True).backward(grad)
+        return (clock() - begin,)
+
+    return step
 
 
 def eviction(arguments: argparse.Namespace) -> None:
     """Measures the steps of a group and prints the JSON row."""
-    rows, batch, dim = arguments.rows, arguments.rows // 10, arguments.dim
+    rows = arguments.rows
+    batch = rows // 10
+    dim = arguments.dim
     new = int(NEW * batch)
     steps = arguments.steps // BLOCK_STEPS * BLOCK_STEPS
     warm_up = rows // new  # all rows must come from steps like the measured ones
@@ -105,8 +141,8 @@ def eviction(arguments: argparse.Namespace) -> None:
         "unbounded": TableOptions(),
     }
     tables = {
-        name: Table(dim, optimizer=RowWiseAdagrad(), options=each)
-        for name, each in options.items()
+        name: Table(dim, optimizer=RowWiseAdagrad(), options=table_options)
+        for name, table_options in options.items()
     }
     offsets = torch.arange(batch + 1)
     grad = torch.randn(batch, dim, generator=generator) * 0.01
@@ -115,21 +151,9 @@ def eviction(arguments: argparse.Namespace) -> None:
     def ids_of(step: int) -> Tensor:
         if step not in batches:
             batches.clear()
-            known = hot[torch.randint(0, len(hot), (batch - new,), generator=generator)]
-            ids = torch.cat([known, 2**40 + torch.arange(step * new, (step + 1) * new)])
+            ids = batch_of(step, hot, batch, new, generator)
             batches[step] = ids[torch.randperm(batch, generator=generator)]
         return batches[step]
-
-    def side(table: Table) -> Callable[[int], tuple[float]]:
-        group = PooledGroup([table], [0], "sum")
-
-        def step(i: int) -> tuple[float]:
-            ids = ids_of(i)
-            begin = clock()
-            group(ids, offsets, train=True).backward(grad)
-            return (clock() - begin,)
-
-        return step
 
     # The memory of the unbounded table has been touched too, so that the first touch of
     # memory is not compared.
@@ -137,11 +161,24 @@ def eviction(arguments: argparse.Namespace) -> None:
     tables["unbounded"].remove(tables["unbounded"].ids()[1:])
     for table in tables.values():
         fill(table, hot, batch)
-    before = {name: table.stats() for name, table in tables.items()}
-    timings = interleave(
-        {name: side(table) for name, table in tables.items()}, steps, warm_up
-    )
-    after = {name: table.stats() for name, table in tables.items()}
+    misses_before = {name: table.stats().misses for name, table in tables.items()}
+    sides = {
+        name: group_steps(table, ids_of, offsets, grad)
+        for name, table in tables.items()
+    }
+    timings = interleave(sides, steps, warm_up)
+    step_ms = {}
+    mean_step_ms = {}
+    misses_a_step = {}
+    resident = {}
+    for name, table in tables.items():
+        seconds = step_seconds(timings[name])
+        stats = table.stats()
+        misses = stats.misses - misses_before[name]
+        step_ms[name] = spread(seconds)
+        mean_step_ms[name] = round(statistics.mean(seconds) * 1e3, 3)
+        misses_a_step[name] = misses / (warm_up + steps)
+        resident[name] = stats.rows
     emit(
         {
             "benchmark": "eviction",
@@ -149,20 +186,12 @@ def eviction(arguments: argparse.Namespace) -> None:
             "dim": dim,
             "batch": batch,
             "new_ids": new,
-            "step_ms": {
-                name: spread([t[0] for t in values]) for name, values in timings.items()
-            },
-            "mean_step_ms": {
-                name: round(statistics.mean(t[0] for t in values) * 1e3, 3)
-                for name, values in timings.items()
-            },
+            "step_ms": step_ms,
+            "mean_step_ms": mean_step_ms,
             "lru_over_unbounded": ratio_of_means(timings["lru"], timings["unbounded"]),
             "lfu_over_unbounded": ratio_of_means(timings["lfu"], timings["unbounded"]),
-            "misses_a_step": {
-                name: (each.misses - before[name].misses) / (warm_up + steps)
-                for name, each in after.items()
-            },
-            "resident": {name: each.rows for name, each in after.items()},
+            "misses_a_step": misses_a_step,
+            "resident": resident,
         }
     )
 
@@ -170,8 +199,10 @@ def eviction(arguments: argparse.Namespace) -> None:
 def timed_steps(
     rows: int, policy: LRU | LFU, batch: int, new: int
 ) -> Iterator[tuple[bool, float]]:
-    """Yields of each step of a full table, from the 10th on, whether it evicts rows,
-    and its time in seconds.
+    """Runs the steps of a full table.
+
+    Yields:
+        For each step from the 10th on, whether it evicts rows, and its time in seconds.
     """
     generator = torch.Generator().manual_seed(0)
     table = Table(
@@ -182,33 +213,34 @@ def timed_steps(
     hot = torch.randperm(rows // 2, generator=generator)
     fill(table, torch.arange(-rows, 0), 100_000)
     fill(table, hot, 100_000)
-    group = PooledGroup([table], [0], "sum")
-    offsets, grad = (
-        torch.arange(batch + 1),
-        torch.randn(batch, PAUSES_DIM, generator=generator) * 0.01,
+    offsets = torch.arange(batch + 1)
+    grad = torch.randn(batch, PAUSES_DIM, generator=generator) * 0.01
+    run_step = group_steps(
+        table,
+        lambda step: batch_of(step, hot, batch, new, generator),
+        offsets,
+        grad,
     )
     evicted = table.stats().evicted
     for step in range(3 * rows // 32 // new + 20):
-        known = hot[torch.randint(0, len(hot), (batch - new,), generator=generator)]
-        ids = torch.cat([known, 2**40 + torch.arange(step * new, (step + 1) * new)])
-        begin = clock()
-        group(ids, offsets, train=True).backward(grad)
-        seconds = clock() - begin
-        before, evicted = evicted, table.stats().evicted
+        (seconds,) = run_step(step)
+        evicted_before = evicted
+        evicted = table.stats().evicted
         if step >= 10:
-            yield evicted > before, seconds
+            yield evicted > evicted_before, seconds
     table.close()
 
 
 def pauses(arguments: argparse.Namespace) -> None:
-    """Measures how long the steps are that evict rows, and prints a JSON row for each
-    size of the table.
+    """Measures how long the steps are that evict rows.
 
-    Each table makes the same steps several times, and the time of a step is the median
-    of them. What the table does takes as long each time. What other processes take from
-    a step is in another step each time.
+    Prints a JSON row for each size of the table. Each table makes the same steps
+    several times, and the time of a step is the median of them. The work of the table
+    takes as long each time. The time that other processes take from a step is in
+    another step each time.
     """
-    batch, new = 20_000, 2000
+    batch = 20_000
+    new = 2000
     for rows in (500_000, 2_000_000, 8_000_000):
         row: dict[str, Any] = {
             "benchmark": "pauses",
@@ -218,59 +250,59 @@ def pauses(arguments: argparse.Namespace) -> None:
             "new_ids": new,
         }
         for name, policy in {"lru": LRU(), "lfu": LFU(half_life_steps=100)}.items():
-            runs = zip(
-                *(
-                    list(timed_steps(rows, policy, batch, new))
-                    for _ in range(PAUSES_RUNS)
-                ),
-                strict=True,
-            )
-            steps = [
-                (run[0][0], statistics.median(seconds for _, seconds in run))
-                for run in runs
+            runs = [
+                list(timed_steps(rows, policy, batch, new)) for _ in range(PAUSES_RUNS)
             ]
-            every, evicting = (
-                [seconds for _, seconds in steps],
-                [seconds for evicts, seconds in steps if evicts],
-            )
-            row[f"{name}_step_ms"] = spread(every)
-            row[f"{name}_evicting_step_ms"] = spread(evicting)
-            row[f"{name}_evicting_steps"] = len(evicting)
-            row[f"{name}_max_over_median"] = round(
-                max(every) / statistics.median(every), 1
-            )
+            all_steps = []
+            evicting_steps = []
+            for same_step in zip(*runs, strict=True):
+                evicts, _ = same_step[0]
+                seconds = statistics.median(seconds for _, seconds in same_step)
+                all_steps.append(seconds)
+                if evicts:
+                    evicting_steps.append(seconds)
+            max_over_median = max(all_steps) / statistics.median(all_steps)
+            row[f"{name}_step_ms"] = spread(all_steps)
+            row[f"{name}_evicting_step_ms"] = spread(evicting_steps)
+            row[f"{name}_evicting_steps"] = len(evicting_steps)
+            row[f"{name}_max_over_median"] = round(max_over_median, 1)
         emit(row)
 
 
 def memory(arguments: argparse.Namespace) -> None:
     """Measures the resident memory and prints the JSON row."""
-    rows, step = arguments.rows, 20_000
-    taken = {}
-    for name, options, many in (
-        ("bounded", TableOptions(max_rows=rows, eviction=LRU()), 3 * rows),
-        ("unbounded", TableOptions(), rows),
-    ):
-        table = Table(arguments.dim, optimizer=RowWiseAdagrad(), options=options)
-        ids = torch.empty(step, dtype=torch.int64)
-        # allocates the buffers of a step, which then count before and after
-        for _ in range(100):
-            table.lookup(ids.fill_(0), train=True)
-        before = resident_bytes()
-        for begin in range(1, many, step):
-            table.lookup(torch.arange(begin, begin + step, out=ids), train=True)
-        taken[name] = resident_bytes() - before
-        table.close()
+    rows = arguments.rows
+    bounded = TableOptions(max_rows=rows, eviction=LRU())
+    bounded_bytes = bytes_of_table(bounded, ids=3 * rows, dim=arguments.dim)
+    unbounded_bytes = bytes_of_table(TableOptions(), ids=rows, dim=arguments.dim)
     emit(
         {
             "benchmark": "bounded_memory",
             "rows": rows,
             "dim": arguments.dim,
             "resident_bytes_per_row": {
-                name: round(size / rows, 1) for name, size in taken.items()
+                "bounded": round(bounded_bytes / rows, 1),
+                "unbounded": round(unbounded_bytes / rows, 1),
             },
-            "bounded_over_unbounded": round(taken["bounded"] / taken["unbounded"], 3),
+            "bounded_over_unbounded": round(bounded_bytes / unbounded_bytes, 3),
         }
     )
+
+
+def bytes_of_table(options: TableOptions, ids: int, dim: int) -> int:
+    """Returns the resident memory of a new table that has seen ``ids`` ids."""
+    step = 20_000
+    table = Table(dim, optimizer=RowWiseAdagrad(), options=options)
+    batch = torch.empty(step, dtype=torch.int64)
+    # allocates the buffers of a step, which then count before and after
+    for _ in range(100):
+        table.lookup(batch.fill_(0), train=True)
+    bytes_before = resident_bytes()
+    for begin in range(1, ids, step):
+        table.lookup(torch.arange(begin, begin + step, out=batch), train=True)
+    table_bytes = resident_bytes() - bytes_before
+    table.close()
+    return table_bytes
 
 
 def id_at(rank: Tensor, feature: int) -> Tensor:
@@ -284,13 +316,14 @@ def id_at(rank: Tensor, feature: int) -> Tensor:
 def make_batches(arguments: argparse.Namespace, count: int) -> list[Batch]:
     """Returns batches for DLRM with ids that follow a Zipf law."""
     generator = torch.Generator().manual_seed(0)
-    size, each = arguments.batch_size, arguments.ids // NUM_IDS
+    size = arguments.batch_size
+    population = arguments.ids // NUM_IDS
     rows = []
     for _ in range(count):
-        columns = [
-            id_at(zipf(size, generator, arguments.exponent, each) - 1, f)
-            for f in range(NUM_IDS)
-        ]
+        columns = []
+        for feature in range(NUM_IDS):
+            ranks = zipf(size, generator, arguments.exponent, population) - 1
+            columns.append(id_at(ranks, feature))
         dense = torch.randn(size, NUM_DENSE, generator=generator)
         labels = torch.randint(0, 2, (size,), generator=generator, dtype=torch.int32)
         rows.append(
@@ -299,7 +332,7 @@ def make_batches(arguments: argparse.Namespace, count: int) -> list[Batch]:
     return list(batches_of_rank(rows))
 
 
-class Side:
+class LimitedModel:
     """A DLRM with limited tables, which are filled as after a long training.
 
     Args:
@@ -322,29 +355,26 @@ class Side:
         )
         self.model, optimizer = build(settings)
         self.model.train()
-        (sparse,) = (
-            module
-            for module in self.model.modules()
-            if hasattr(module, "recstore_tables")
-        )
-        self.tables: list[Table] = list(sparse.recstore_tables())
+        self.tables: list[Table] = []
+        for module in self.model.modules():
+            if hasattr(module, "recstore_tables"):
+                self.tables += module.recstore_tables()
         begin = clock()
+        batch = min(50_000, bounds.get("max_rows", filled) // 2)
         for feature, table in enumerate(self.tables):
-            fill(
-                table,
-                id_at(torch.arange(filled - 1, -1, -1), feature),
-                min(50_000, bounds.get("max_rows", filled) // 2),
-            )
+            ids = id_at(torch.arange(filled - 1, -1, -1), feature)
+            fill(table, ids, batch)
         print(f"{bounds}: filled in {clock() - begin:.1f} s", file=sys.stderr)
         self._pipeline = RecStorePrefetchPipeline(
             self.model, optimizer, torch.device("cpu")
         )
         self._batches: Iterator[Batch] = iter(batches)
-        self.before: dict[str, Any] = {}
+        self._first_stats: dict[str, Any] = {}
 
     def round(self, steps: int) -> float:
-        """Runs ``steps`` steps and returns the time in seconds, including their
-        background work.
+        """Runs ``steps`` steps and returns the time in seconds.
+
+        It includes their background work.
         """
         begin = clock()
         for _ in range(steps):
@@ -354,20 +384,21 @@ class Side:
 
     def start_counting(self) -> None:
         """Resets the counts of :meth:`rates`."""
-        self.before = table_stats(self.model)
+        self._first_stats = table_stats(self.model)
 
     def rates(self) -> dict[str, float]:
-        """Returns the fractions of a step's distinct ids that had a row in DRAM, and in
-        the cold store.
+        """Returns the fractions of ids that had a row in DRAM, and in the cold store.
+
+        They are fractions of the distinct ids of each step.
         """
-        after = table_stats(self.model)
-        lookups, hits, cold_hits = (
-            sum(
-                getattr(after[name], field) - getattr(self.before[name], field)
-                for name in after
-            )
-            for field in ("lookups", "hits", "cold_hits")
-        )
+        lookups = 0
+        hits = 0
+        cold_hits = 0
+        for name, stats in table_stats(self.model).items():
+            first_stats = self._first_stats[name]
+            lookups += stats.lookups - first_stats.lookups
+            hits += stats.hits - first_stats.hits
+            cold_hits += stats.cold_hits - first_stats.cold_hits
         return {
             "hit_rate": round(hits / lookups, 4),
             "cold_hit_rate": round(cold_hits / lookups, 4),
@@ -388,8 +419,9 @@ def cold_reads(
     arguments: argparse.Namespace,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Measures cold reads in rows per second: of tables, of their stores, and of
-    rocksdict on RocksDB's database.
+    """Measures cold reads in rows per second.
+
+    They are reads of tables, of their stores, and of rocksdict on RocksDB's database.
 
     Args:
         tables: The tables of each kind of cold store.
@@ -397,57 +429,79 @@ def cold_reads(
         folder: The folder of the files, which are dropped from the page cache before
             each read. Default: None, they stay there.
     """
-    each, reads = arguments.ids // NUM_IDS, arguments.reads
+    population = arguments.ids // NUM_IDS
+    reads = arguments.reads
     generator = torch.Generator().manual_seed(1)
-    rates: dict[str, list[float]] = {
-        f"{kind}_{how}": [] for kind in tables for how in ("lookup", "store")
-    }
-    rates["rocksdict"] = []
-    sides = len(rates)
+    names = [f"{kind}_{way}" for kind in tables for way in ("lookup", "store")]
+    names.append("rocksdict")
+    sides = len(names)
+    rates: dict[str, list[float]] = {name: [] for name in names}
     for i in range(2 * NUM_IDS if folder is None else NUM_IDS):
-        number = i % NUM_IDS
-        cold = id_at(
-            torch.randperm(each, generator=generator)[: (sides + 2) * reads], number
-        )
-        for of_kind in tables.values():
-            cold = ops.table_absent(of_kind[number].handle, cold)
-        cold = cold[: sides * reads]
+        feature = i % NUM_IDS
+        ranks = torch.randperm(population, generator=generator)[: (sides + 2) * reads]
+        cold_ids = id_at(ranks, feature)
+        for tables_of_kind in tables.values():
+            cold_ids = ops.table_absent(tables_of_kind[feature].handle, cold_ids)
+        part_size = min(len(cold_ids) // sides, reads)
+        parts = cold_ids[: part_size * sides].split(part_size)
         # The order of the sides rotates, because the first side loads the table's
         # filters.
-        names = list(rates)[i % sides :] + list(rates)[: i % sides]
-        for part, name in zip(
-            cold[: len(cold) // sides * sides].split(len(cold) // sides),
-            names,
-            strict=True,
-        ):
-            kind, _, how = name.partition("_")
-            table = tables["rocksdb" if name == "rocksdict" else kind][number]
-            assert table.tier is not None
-            store: Any = table.tier.store
-            keys: Any = split(id_bytes(part)) if name == "rocksdict" else None
+        rotated_names = names[i % sides :] + names[: i % sides]
+        for part, name in zip(parts, rotated_names, strict=True):
+            kind, _, way = name.partition("_")
+            table = tables["rocksdb" if name == "rocksdict" else kind][feature]
             if folder is not None:
                 forget(folder)
-            begin = clock()
-            if how == "lookup":
-                table.lookup(part)
-            elif how == "store":
-                store.get(part)
-            else:
-                store._database().get(keys)  # the same files and caches
-            rates[name].append(len(part) / (clock() - begin))
+            seconds = cold_read(table, part, way)
+            rates[name].append(len(part) / seconds)
     result: dict[str, Any] = {
         "reads": reads,
-        "rows_per_second": {n: spread(v, 1) for n, v in rates.items()},
+        "rows_per_second": {name: spread(rates[name], 1) for name in names},
     }
-    for name in list(rates)[:-1]:
-        ratios = [a / b for a, b in zip(rates[name], rates["rocksdict"], strict=True)]
-        result[f"{name}_over_rocksdict"] = round(spread(ratios, 1)["median"], 3)
+    for name in names[:-1]:
+        speedups = [
+            rate / rocksdict
+            for rate, rocksdict in zip(rates[name], rates["rocksdict"], strict=True)
+        ]
+        result[f"{name}_over_rocksdict"] = round(spread(speedups, 1)["median"], 3)
     return result
 
 
+def cold_read(table: Table, ids: Tensor, way: str) -> float:
+    """Reads cold rows, and returns the time in seconds.
+
+    Args:
+        table: The table.
+        ids: (N,) int64. The ids of the rows.
+        way: "lookup": by the table. "store": by its store. "": by rocksdict.
+    """
+    assert table.tier is not None
+    store: Any = table.tier.store
+    keys: Any = None if way else split(id_bytes(ids))
+    begin = clock()
+    if way == "lookup":
+        table.lookup(ids)
+    elif way == "store":
+        store.get(ids)
+    else:
+        store._database().get(keys)  # the same files and caches
+    return clock() - begin
+
+
+def written_bytes() -> int:
+    """Returns the bytes that this process has written."""
+    _, _, value = Path("/proc/self/io").read_text().partition("wchar: ")
+    return int(value.split()[0])
+
+
 def writes(arguments: argparse.Namespace) -> None:
-    """Measures puts of rows that the cold stores have already, and prints the JSON row."""
-    rows, batch, row_bytes = arguments.rows, 20_000, 4 * arguments.dim + 28
+    """Measures puts of rows that the cold stores have already.
+
+    Prints the JSON row.
+    """
+    rows = arguments.rows
+    batch = 20_000
+    row_bytes = 4 * arguments.dim + 28
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(rows, generator=generator) * 7919
     images = torch.randint(
@@ -460,9 +514,6 @@ def writes(arguments: argparse.Namespace) -> None:
         "batch": batch,
     }
 
-    def written_bytes() -> int:
-        return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
-
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for kind, options in (
             ("ssd", SSDStore(folder)),
@@ -472,22 +523,20 @@ def writes(arguments: argparse.Namespace) -> None:
             for part in ids.split(batch):
                 store.put(part, images[: len(part)])
             puts = 6 * rows // batch  # each row is written again six times
-            rates, before = [], 0
+            put_rates = []
+            first_bytes = 0
             for i in range(puts):
                 # the first half makes the garbage that a long run has
                 if i == puts // 2:
-                    before = written_bytes()
-                some = ids[torch.randperm(rows, generator=generator)[:batch]]
+                    first_bytes = written_bytes()
+                batch_ids = ids[torch.randperm(rows, generator=generator)[:batch]]
                 begin = clock()
-                store.put(some, images)
-                rates.append(batch / (clock() - begin))
-            changed = (puts - puts // 2) * batch * row_bytes
-            result |= {
-                f"{kind}_rows_per_second": spread(rates[puts // 2 :], 1),
-                f"{kind}_written_over_changed": round(
-                    (written_bytes() - before) / changed, 3
-                ),
-            }
+                store.put(batch_ids, images)
+                put_rates.append(batch / (clock() - begin))
+            changed_bytes = (puts - puts // 2) * batch * row_bytes
+            written_over_changed = (written_bytes() - first_bytes) / changed_bytes
+            result[f"{kind}_rows_per_second"] = spread(put_rates[puts // 2 :], 1)
+            result[f"{kind}_written_over_changed"] = round(written_over_changed, 3)
             store.close()
     emit(result)
 
@@ -498,37 +547,22 @@ def tiers(arguments: argparse.Namespace) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{Path(folder) / 'group'}", rank=0, world_size=1
         )
-        each = arguments.ids // NUM_IDS
-        max_rows = int(SHARE * each)
+        population = arguments.ids // NUM_IDS
+        max_rows = int(SHARE * population)
         steps = arguments.steps // arguments.rounds
         batches = make_batches(
             arguments, arguments.warm_up + arguments.rounds * steps + AHEAD
         )
-        bounds = {
-            "dram": ({}, each),
-            "lost": ({"max_rows": max_rows, "eviction": "lru"}, max_rows),
-            "ssd": (
-                {
-                    "max_rows": max_rows,
-                    "eviction": "lru",
-                    "cold_store": f"{folder}/cold",
-                },
-                each,
-            ),
-            "rocksdb": (
-                {
-                    "max_rows": max_rows,
-                    "eviction": "lru",
-                    "cold_store": f"rocksdb://{folder}/cold",
-                },
-                each,
-            ),
-        }
+        lru = {"max_rows": max_rows, "eviction": "lru"}
+        ssd = {**lru, "cold_store": f"{folder}/cold"}
+        rocksdb = {**lru, "cold_store": f"rocksdb://{folder}/cold"}
         sides = {
-            name: Side(arguments, b, batches, filled)
-            for name, (b, filled) in bounds.items()
+            "dram": LimitedModel(arguments, {}, batches, filled=population),
+            "lost": LimitedModel(arguments, lru, batches, filled=max_rows),
+            "ssd": LimitedModel(arguments, ssd, batches, filled=population),
+            "rocksdb": LimitedModel(arguments, rocksdb, batches, filled=population),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        timings: dict[str, list[Timing]] = {name: [] for name in sides}
         # What lies in the page cache must not depend on which side was filled last.
         cache(Path(folder))
         for side in sides.values():
@@ -536,37 +570,37 @@ def tiers(arguments: argparse.Namespace) -> None:
             side.start_counting()
         for _ in range(arguments.rounds):
             for name, side in sides.items():
-                seconds[name].append(side.round(steps))
+                timings[name].append((side.round(steps),))
         samples = steps * arguments.batch_size
-        over = {
-            name: spread(
-                [a / b for a, b in zip(seconds["dram"], seconds[name], strict=True)], 1
-            )
+        samples_per_second = {
+            name: spread(rates(timings[name], samples), 1) for name in sides
+        }
+        over_dram = {
+            name: spread(ratios(timings["dram"], timings[name]), 1)
             for name in ("lost", "ssd", "rocksdb")
         }
-        of_kind = {name: sides[name].tables for name in ("ssd", "rocksdb")}
-        rates = {name: side.rates() for name, side in sides.items()}
+        cold_tables = {name: sides[name].tables for name in ("ssd", "rocksdb")}
+        hit_rates = {name: side.rates() for name, side in sides.items()}
         cold_rows = sum(table.stats().cold_rows for table in sides["ssd"].tables)
         cache(Path(folder))
         emit(
             {
                 "benchmark": "tiers",
-                "ids": each * NUM_IDS,
+                "ids": population * NUM_IDS,
                 "exponent": arguments.exponent,
                 "dim": arguments.dim,
                 "batch_size": arguments.batch_size,
                 "rows_in_dram": max_rows * NUM_IDS,
-                "samples_per_second": {
-                    n: spread([samples / t for t in values], 1)
-                    for n, values in seconds.items()
-                },
-                "lost_over_dram": over["lost"],
-                "ssd_over_dram": over["ssd"],
-                "rocksdb_over_dram": over["rocksdb"],
-                "rates": rates,
+                "samples_per_second": samples_per_second,
+                "lost_over_dram": over_dram["lost"],
+                "ssd_over_dram": over_dram["ssd"],
+                "rocksdb_over_dram": over_dram["rocksdb"],
+                "rates": hit_rates,
                 "cold_rows": cold_rows,
-                "cold_reads": cold_reads(of_kind, arguments),
-                "cold_reads_from_disk": cold_reads(of_kind, arguments, Path(folder)),
+                "cold_reads": cold_reads(cold_tables, arguments),
+                "cold_reads_from_disk": cold_reads(
+                    cold_tables, arguments, Path(folder)
+                ),
             }
         )
         for side in sides.values():
