@@ -362,10 +362,11 @@ def warm(points: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
 def spread_of(points: list[dict[str, Any]], name: str, every: int) -> float:
     """Returns the largest distance of a value from its median after the warm-up.
 
-    It is a share of the median. The value of an interval of ``every`` samples, the time between two checkpoints, is
-    the mean of its points. The speed of an interval is the harmonic mean, which is its
-    samples over its time, because points have as many samples. The generation of the
-    samples is the same work in each step: its speed tells how steady the machine is.
+    It is a share of the median. The value of an interval of ``every`` samples, the time
+    between two checkpoints, is the mean of its points. The speed of an interval is the
+    harmonic mean, which is its samples over its time, because points have as many
+    samples. The generation of the samples is the same work in each step: its speed
+    tells how steady the machine is.
     """
     intervals: dict[int, list[float]] = {}
     for point in warm(points, every):

@@ -62,7 +62,11 @@ def load_distributed_checkpoint(
     table is only known from the checkpoint. This function finds the states of the model
     and of its fused optimizer with any keys, nested ones too::
 
-        dcp.save({"model": model.state_dict(), "opt": model.fused_optimizer.state_dict()}, checkpoint_id=path)
+        state = {
+            "model": model.state_dict(),
+            "opt": model.fused_optimizer.state_dict(),
+        }
+        dcp.save(state, checkpoint_id=path)
 
     A table that was saved from TorchRec's own kernels can be loaded too: row i becomes
     id i. Its optimizer state has another form and counts as missing;

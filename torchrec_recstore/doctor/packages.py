@@ -38,7 +38,8 @@ for name in sys.argv[1:]:
             report["facts"] = {"version": module.__version__, "cuda": module.version.cuda}
         if name == "torchrec_recstore.ops":
             kept_bytes = str(module.buffer_pool_bytes()[2])
-            report["facts"] = {"instruction_set": module.instruction_set(), "kept_bytes": kept_bytes}
+            isa = module.instruction_set()
+            report["facts"] = {"instruction_set": isa, "kept_bytes": kept_bytes}
     except BaseException as error:
         cause = error.__cause__ or error
         report["error"] = f"{type(cause).__name__}: {cause}".splitlines()[0]

@@ -166,7 +166,8 @@ class RecStoreEmbedding(DropIn):
     Example::
 
         emb = RecStoreEmbedding(1000, 16)
-        emb(torch.tensor([[7, -1], [2**60, 7]])).sum().backward()  # makes three rows and updates them
+        rows = emb(torch.tensor([[7, -1], [2**60, 7]]))  # makes three rows
+        rows.sum().backward()  # updates them
         len(emb.table)  # 3
     """
 
@@ -317,7 +318,8 @@ class RecStoreEmbeddingBag(DropIn):
     Example::
 
         bags = RecStoreEmbeddingBag(1000, 16, mode="sum")
-        bags(torch.tensor([7, -1, 2**60]), torch.tensor([0, 2])).sum().backward()  # makes three rows and updates them
+        sums = bags(torch.tensor([7, -1, 2**60]), torch.tensor([0, 2]))  # three rows
+        sums.sum().backward()  # updates them
         len(bags.table)  # 3
     """
 

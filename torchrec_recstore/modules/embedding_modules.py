@@ -80,9 +80,18 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
 
     Example::
 
-        user = EmbeddingBagConfig(name="t_user", embedding_dim=16, num_embeddings=2**40, feature_names=["user"])
+        user = EmbeddingBagConfig(
+            name="t_user",
+            embedding_dim=16,
+            num_embeddings=2**40,
+            feature_names=["user"],
+        )
         ebc = RecStoreEmbeddingBagCollection([user])
-        ids = KeyedJaggedTensor(["user"], values=torch.tensor([7, -1, 2**62]), lengths=torch.tensor([2, 1]))
+        ids = KeyedJaggedTensor(
+            ["user"],
+            values=torch.tensor([7, -1, 2**62]),
+            lengths=torch.tensor([2, 1]),
+        )
         ebc(ids).values().sum().backward()  # makes three rows and updates them
     """
 
@@ -292,9 +301,18 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
 
     Example::
 
-        item = EmbeddingConfig(name="t_item", embedding_dim=8, num_embeddings=2**40, feature_names=["item"])
+        item = EmbeddingConfig(
+            name="t_item",
+            embedding_dim=8,
+            num_embeddings=2**40,
+            feature_names=["item"],
+        )
         ec = RecStoreEmbeddingCollection([item])
-        ids = KeyedJaggedTensor(["item"], values=torch.tensor([5, -3, 5]), lengths=torch.tensor([2, 1]))
+        ids = KeyedJaggedTensor(
+            ["item"],
+            values=torch.tensor([5, -3, 5]),
+            lengths=torch.tensor([2, 1]),
+        )
         ec(ids)["item"].values()  # (3, 8)
     """
 

@@ -342,8 +342,11 @@ class RecStorePlanner(PlannerSeams):
 
     Example::
 
-        constraints = {"t_user": RecStoreConstraints(options=TableOptions(expected_rows=10_000_000))}
-        planner = RecStorePlanner(topology=Topology(world_size=2, compute_device="cpu"), constraints=constraints)
+        options = TableOptions(expected_rows=10_000_000)
+        planner = RecStorePlanner(
+            topology=Topology(world_size=2, compute_device="cpu"),
+            constraints={"t_user": RecStoreConstraints(options=options)},
+        )
         plan = planner.collective_plan(model, [RecStoreSharder()], dist.group.WORLD)
 
     If several collections of the model have RecStore tables with the same name, the

@@ -2,7 +2,8 @@
 
 TorchRec calls the module with these kernels a lookup.
 
-Tests: tests/distributed/test_sharded_equals_unsharded.py, tests/distributed/test_several_modules.py.
+Tests: tests/distributed/test_sharded_equals_unsharded.py,
+tests/distributed/test_several_modules.py.
 """
 
 from __future__ import annotations
