@@ -16,12 +16,6 @@ from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.test_utils.multi_process import MultiProcessTestBase
 from torchrec.distributed.test_utils.test_model import TestSparseNN
-
-# isort: skip
-from torchrec.distributed.test_utils.test_model_parallel import ModelParallelTestShared
-
-# isort: skip
-from torchrec.distributed.test_utils.test_sharding import sharding_single_rank_test
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
@@ -30,6 +24,11 @@ from torchrec.modules.embedding_configs import (
 )
 
 from . import adapted  # noqa: F401, before TorchRec's test modules
+
+# isort: off
+from torchrec.distributed.test_utils.test_model_parallel import ModelParallelTestShared
+from torchrec.distributed.test_utils.test_sharding import sharding_single_rank_test
+# isort: on
 
 
 class PooledModels(ModelParallelTestShared):

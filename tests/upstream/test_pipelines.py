@@ -12,12 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.test_utils import test_model
 from torchrec.distributed.test_utils.pipeline_config import PipelineConfig
-
-# isort: skip
-from torchrec.distributed.test_utils.test_sharding import (
-    DistributedModelParallel,
-    create_test_sharder,
-)
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -25,6 +19,13 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from .models import PooledModels
 from .tables import KERNEL
+
+# isort: off
+from torchrec.distributed.test_utils.test_sharding import (
+    DistributedModelParallel,
+    create_test_sharder,
+)
+# isort: on
 
 CPU = torch.device("cpu")
 STEPS = 6

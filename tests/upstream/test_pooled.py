@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
-
-# isort: skip
-from torchrec.distributed.test_utils.test_sharding import create_test_sharder
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from .models import PooledModels
 from .tables import KERNEL
+
+# isort: off
+from torchrec.distributed.test_utils.test_sharding import create_test_sharder
+# isort: on
 
 SHARDINGS = [kind.value for kind in ShardingType if kind != ShardingType.DATA_PARALLEL]
 HALF = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)

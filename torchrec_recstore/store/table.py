@@ -955,16 +955,15 @@ def check_applied(tables: Iterable[Table], *, saves: bool = False) -> None:
         passes = len(table.pending_passes)
         if not passes:
             continue
-        message = (
-            f"table '{table.name}': the gradients of {passes} backward passes have not"
-            " been applied yet"
-        )
+        waiting = f"the gradients of {passes} backward passes have not been applied yet"
         if not saves:
             raise ValueError(
-                f"{message}: call it after a multiple of accumulation_steps"
+                f"table '{table.name}': {waiting}: call it after a multiple of"
+                " accumulation_steps"
             )
         warn_user(
-            f"{message}, and are not saved: save after a multiple of accumulation_steps"
+            f"table '{table.name}': {waiting}, and are not saved: save after a multiple"
+            " of accumulation_steps"
         )
         return
 
