@@ -19,6 +19,7 @@ import torchrec_recstore_service
 import torchrec_recstore_serving
 from torchrec_recstore import cli, plugins
 from torchrec_recstore.commands.scripts import missing_in_one_line
+from torchrec_recstore.plugins import missing
 
 from .packages import PACKAGES, PROJECTS, PYTHON_PATH
 
@@ -158,3 +159,10 @@ Table(4).close()
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_the_error_of_a_missing_command_says_what_to_install() -> None:
+    serving = "pip install torchrec-recstore-serving"
+    assert str(missing("export")).endswith(serving)
+    with_server = "pip install 'torchrec-recstore-serving[predict]'"
+    assert str(missing("follow")).endswith(with_server)

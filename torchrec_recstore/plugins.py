@@ -37,8 +37,9 @@ _PLUGINS = {
 def missing(name: str) -> ImportError:
     """Returns the error of a plugin or a command that is not installed."""
     needed = f"torchrec-recstore-{(_PLUGINS | _COMMANDS)[name]}"
+    requirement = f"'{needed}[predict]'" if name == "follow" else needed
     return ImportError(
-        f"this needs {needed}, which is not installed: pip install {needed}",
+        f"this needs {needed}, which is not installed: pip install {requirement}",
         name=needed,
     )
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import cast
 
 from torch import nn
 
 from torchrec_recstore.utils import warn_user
+
+
+class _LeftOutBy(Enum):
+    USER = 1
+    TORCH = 2
+    MODULE_AROUND = 3
 
 
 class RefusesQuantization:
@@ -24,8 +31,13 @@ class RefusesQuantization:
     of another type, such as ``EmbeddingBagCollection``, or for other layers only.
     """
 
-    _times_left_out: int
-    """How often ``qconfig`` was set to None, here and in the modules around."""
+    _left_out_by: _LeftOutBy
+    """Who has set ``qconfig`` to None. The attribute is missing if it is not set."""
+    _is_asked = False
+    """Whether somebody has looked for ``qconfig`` since it was set or deleted.
+
+    Torch does so before it sets the attribute, and a user does not.
+    """
 
     @property
     def qconfig(self) -> None:
@@ -33,7 +45,8 @@ class RefusesQuantization:
 
         Quantization then leaves the module out, without a warning.
         """
-        if not hasattr(self, "_times_left_out"):
+        if not hasattr(self, "_left_out_by"):
+            self._is_asked = True
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute 'qconfig'"
             )
@@ -48,19 +61,23 @@ class RefusesQuantization:
                 " layers, pass the model and their types, or set the table module's"
                 " qconfig to None"
             )
+        if not hasattr(self, "_left_out_by"):
+            is_torch = self._is_asked
+            self._left_out_by = _LeftOutBy.TORCH if is_torch else _LeftOutBy.USER
+        self._is_asked = False
         # A module speaks for the modules in it.
         for module in cast("nn.Module", self).modules():
-            if isinstance(module, RefusesQuantization):
-                module._times_left_out = getattr(module, "_times_left_out", 0) + 1
+            if isinstance(module, RefusesQuantization) and not hasattr(
+                module, "_left_out_by"
+            ):
+                module._left_out_by = _LeftOutBy.MODULE_AROUND
 
     @qconfig.deleter
     # quantization deletes the attribute of every module at its end
     def qconfig(self) -> None:
-        # A user who has set the attribute to None has set it before the quantization
-        # did.
-        times = self._times_left_out
-        del self._times_left_out
-        if times == 1:
+        left_out_by = self.__dict__.pop("_left_out_by", None)
+        self._is_asked = False
+        if left_out_by is _LeftOutBy.TORCH:
             warn_user(
                 f"{type(self).__name__} is left out of this quantization: its tables"
                 " stay as they are. To quantize them, use"

@@ -33,8 +33,11 @@ _LEAST_SCORED = 4
 
 
 def initializer_kind(initializer: Initializer) -> int:
-    """Returns the value of ``InitKind`` of an initializer."""
-    return _INITIALIZERS[type(initializer)]
+    """Returns the value of ``InitKind`` of an initializer, or of its base class."""
+    for initializer_type, kind in _INITIALIZERS.items():
+        if isinstance(initializer, initializer_type):
+            return kind
+    raise TypeError(f"{type(initializer).__name__} is not an initializer")
 
 
 def initializer_numbers(initializer: Initializer) -> dict[str, float]:

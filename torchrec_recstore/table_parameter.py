@@ -275,9 +275,13 @@ def _guarded(result: Any, table: str) -> Any:
     """
     if type(result) is not Tensor:
         return result
-    alias = result.as_subclass(_Unwritable)
+    if result.requires_grad:
+        alias = result.as_subclass(_Unwritable)
+        alias._node_below_alias = result.grad_fn
+    else:
+        # as_subclass would make a view, which cannot be detached in place.
+        alias = Tensor._make_subclass(_Unwritable, result)
     alias.table = table
-    alias._node_below_alias = result.grad_fn
     return alias
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -258,7 +258,7 @@ class RedisStream:
             raise DataError(
                 f"{self._key} lacks clicks between {offset + 1:,} and {last:,}"
             )
-        return np.array([_click_of_entry(fields) for _, fields in entries], CLICK)
+        return _clicks_of_entries([fields for _, fields in entries])
 
     def trim(self, offset: int) -> None:
         """See :meth:`ClickStream.trim`."""
@@ -286,13 +286,16 @@ def _number_of_entry(entry_id: bytes) -> int:
     return int(entry_id.partition(b"-")[0])
 
 
-def _click_of_entry(fields: Mapping[bytes, bytes]) -> tuple[float, ...]:
-    """Returns the values of a click in the order of ``CLICK``."""
-    values: list[float] = []
+def _clicks_of_entries(entries: Sequence[Mapping[bytes, bytes]]) -> np.ndarray:
+    """Returns the clicks, (N,) ``CLICK``, of the fields of N entries."""
+    types = []
     for name in CLICK.names or ():
-        kind = float if CLICK[name].kind == "f" else int
-        values.append(kind(fields[name.encode()]))
-    return tuple(values)
+        number_type = float if CLICK[name].kind == "f" else int
+        types.append((name.encode(), number_type))
+    clicks = []
+    for fields in entries:
+        clicks.append(tuple(to_number(fields[key]) for key, to_number in types))
+    return np.array(clicks, CLICK)
 
 
 class KafkaStream:

@@ -209,24 +209,25 @@ class RecStoreClient(PlainClient, metaclass=_OneOfProcess):
                 f" {type(is_gdata).__name__}: pass base_offset by its name"
             )
         part_policy, init_func = _policy_and_init_func(name, part_policy, init_func)
-        if init_func is not None and not initialize_values:
+        is_ignored = init_func is not None and not initialize_values
+        if is_ignored and isinstance(options, TableOptions):
             check_makers(name, init_func, row_func, options)
-            warn_user(
-                "init_func of init_data has no effect with initialize_values=False:"
-                " options.initializer applies"
-            )
-            init_func = None
         super().init_data(
             name,
             shape,
             dtype,
-            init_func=init_func,
+            init_func=None if is_ignored else init_func,
             base_offset=base_offset,
             row_func=row_func,
             optimizer=optimizer,
             options=options,
         )
         self._ranges[name] = range(base_offset, base_offset + row_count)
+        if is_ignored:
+            warn_user(
+                "init_func of init_data has no effect with initialize_values=False:"
+                " options.initializer applies"
+            )
         if part_policy is not None and self._is_first("part_policy"):
             warn_user(
                 "part_policy of init_data has no effect: a hash of the id selects its"

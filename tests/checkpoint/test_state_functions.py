@@ -4,11 +4,13 @@ the rows or name what to call.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -88,6 +90,29 @@ def test_all_but_flatten_works_on_the_first_of_several_shards(
     assert type(first.reshape(-1)) is type(torch.cat([first, second])) is torch.Tensor
     pickled_shards, _ = weight.__reduce_ex__(4)[1]
     assert type(pickled_shards[0].tensor) is torch.Tensor
+
+
+def copied_on_every_rank(rank: int, world_size: int) -> None:
+    layout.PIECE_ROWS = 8  # several shards on each rank
+    model = trained(sharding_type="row_wise")
+    for state in (model.state_dict(), model.fused_optimizer.state_dict()):
+        copied = copy.deepcopy(state)
+        assert copied.keys() == state.keys()
+    key = "sparse.embedding_bags.user.weight"
+    original, copied_weight = model.state_dict()[key], copy.deepcopy(model.state_dict())
+    rows = [shard.tensor for shard in original.local_shards()]
+    copies = [shard.tensor for shard in copied_weight[key].local_shards()]
+    for row, row_copy in zip(rows, copies, strict=True):
+        assert torch.equal(row, row_copy)
+    dist.destroy_process_group()
+    assert len(original.local_shards()) == len(rows)
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # run_on_ranks destroys it
+
+
+def test_states_on_two_ranks_are_copied() -> None:
+    run_on_ranks(2, copied_on_every_rank)
 
 
 def refused_on_every_rank(rank: int, world_size: int) -> None:

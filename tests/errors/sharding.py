@@ -653,7 +653,8 @@ def another_state_dict() -> None:
     "RuntimeError",
     "tables t_user: a reentrant checkpoint runs its first forward without grad, so that"
     " ids without a row do not get one: use torch.utils.checkpoint.checkpoint(...,"
-    " use_reentrant=False)",
+    " use_reentrant=False); another autograd function has to get the rows as an"
+    " argument",
 )
 def reentrant_checkpoint(one_rank: None) -> None:
     model = sharded(collection(bag("t_user")))

@@ -52,6 +52,21 @@ def pair(tmp_path: Path) -> Iterator[list[RecStoreServer]]:
         server.kill()
 
 
+def test_a_server_that_lost_its_directory_is_empty_to_its_client(
+    tmp_path: Path,
+) -> None:
+    """The client has no update that is not saved, so it goes on with an empty table."""
+    server = RecStoreServer(tmp_path / "rows")
+    client = _client([server])
+    client.exists("t", IDS)
+    server.kill()
+    shutil.rmtree(tmp_path / "rows")
+    server.start()
+    with pytest.raises(ValueError, match="there is no table 't'"):
+        client.exists("t", IDS)
+    server.kill()
+
+
 def _client(servers: list[RecStoreServer], timeout_s: float = 20.0) -> RecStoreClient:
     client = RecStoreClient([server.address for server in servers], timeout_s=timeout_s)
     client.init_data("t", (1000, 4), torch.float32, optimizer=SGD(lr=1.0), options=ZERO)

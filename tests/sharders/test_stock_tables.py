@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -242,6 +242,29 @@ def test_torchrecs_planner_brings_the_options_of_constraints() -> None:
     assert tables(model)["a"].options.max_rows == 7
 
 
+def test_options_travel_beside_what_is_set_for_torchrecs_kernels() -> None:
+    of_torchrec = KeyValueParams(ssd_rocksdb_shards=3)
+    constraint = RecStoreConstraints(
+        options=TableOptions(max_rows=7), key_value_params=of_torchrec
+    )
+    module = two_tables()
+    planner = EmbeddingShardingPlanner(
+        topology=topology(), constraints=dict.fromkeys("ab", constraint)
+    )
+    plan = planner.collective_plan(module, [RecStoreSharder()], dist.group.WORLD)
+    entry = plan.plan[""]["b"]
+    plan.plan[""]["b"] = RecStoreParameterSharding(
+        **{stock.name: getattr(entry, stock.name) for stock in fields(entry)},
+        options=TableOptions(max_rows=99),
+        row_name="of the user",
+    )
+    model = DistributedModelParallel(module, plan=plan, sharders=[RecStoreSharder()])
+    max_rows = {name: table.options.max_rows for name, table in tables(model).items()}
+    assert max_rows == {"a": 7, "of the user": 99}
+    entry = model.module.module_sharding_plan["a"]
+    assert entry.key_value_params == of_torchrec
+
+
 def test_options_that_are_assigned_later_are_those_of_the_plan() -> None:
     constraint = RecStoreConstraints()
     constraint.options = TableOptions(max_rows=7)
@@ -264,4 +287,5 @@ def test_the_options_in_a_plan_change_neither_repr_nor_hash_of_constraints() -> 
     assert changed.options.max_rows == 8
     of_torchrec = KeyValueParams(ssd_rocksdb_shards=3)
     constraint = RecStoreConstraints(options=options, key_value_params=of_torchrec)
-    assert constraint.key_value_params is of_torchrec
+    assert constraint.stock_key_value_params() is of_torchrec
+    assert constraint.key_value_params.ssd_rocksdb_shards == 3

@@ -364,3 +364,10 @@ def test_a_step_does_not_call_the_parameter(
     assert not calls
     bags.weight.numel()
     assert calls == {"numel": 1}
+
+
+def test_an_alias_without_gradient_is_detached_in_place() -> None:
+    weight = RecStoreEmbeddingBag(10, 4).weight
+    for alias in (weight.data, weight.detach()):
+        assert alias.detach_() is alias
+        assert not alias._is_view()

@@ -127,6 +127,24 @@ model(torch.arange(100)[:, None]).sum().backward()
 publisher.step()
 """
 
+AFTER_THE_MAIN_THREAD = (
+    SERVING
+    + """
+import threading
+import time
+
+def serve():
+    threading.main_thread().join()
+    late = follow("published", every_s=0.001)
+    time.sleep(0.2)
+    if not late._thread.is_alive():
+        print("the follower has been closed")
+    late.close()
+
+threading.Thread(target=serve).start()
+"""
+)
+
 SCRIPTS = {
     "stores": STORES,
     "tables": TABLES,
@@ -135,6 +153,7 @@ SCRIPTS = {
     "save": SAVE,
     "pipeline": PIPELINE,
     "serving": SERVING,
+    "after the main thread": AFTER_THE_MAIN_THREAD,
 }
 
 

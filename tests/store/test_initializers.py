@@ -99,3 +99,17 @@ def test_options_are_hashable_values() -> None:
         TableOptions(NormalInit(0.0, 1.0))
     )
     assert TableOptions(seed=1) != TableOptions(seed=2)
+
+
+class _Symmetric(UniformInit):
+    """A user's own name for an initializer."""
+
+
+def test_a_subclass_is_its_base_class() -> None:
+    ids = torch.arange(10)
+    tables = []
+    for initializer in (_Symmetric(-1.0, 1.0), UniformInit(-1.0, 1.0)):
+        options = TableOptions(initializer=initializer)
+        tables.append(Table(4, options=options, name="t"))
+    first, second = (table.lookup(ids, train=True) for table in tables)
+    assert torch.equal(first, second)

@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from torchrec_recstore.checkpoint.info import CheckpointInfo
@@ -61,11 +62,13 @@ class AsyncSave:
         )
         _open.add(self)
         try:
-            _start_reporter()
             self._thread.start()
         except RuntimeError:
             _open.discard(self)
             raise
+        # The reporter waits only for threads that have started.
+        with suppress(RuntimeError):  # Without it, the exit function reports.
+            _start_reporter()
 
     def done(self) -> bool:
         """Returns whether :meth:`wait` would return without waiting."""

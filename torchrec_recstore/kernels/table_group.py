@@ -345,13 +345,14 @@ _apply_evaluation: Callable[..., Tensor] = _EvaluationLookup.apply
 
 def _refuse_reentrant_checkpoint(label: str) -> None:
     """Raises in the first forward of a reentrant checkpoint: it runs without grad,
-    although it is a training step.
+    although it is a training step. So does the forward of each autograd function.
     """
     if is_in_autograd_function():
         raise RuntimeError(
             f"{label}: a reentrant checkpoint runs its first forward without grad, so"
             " that ids without a row do not get one: use"
-            " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            " torch.utils.checkpoint.checkpoint(..., use_reentrant=False); another"
+            " autograd function has to get the rows as an argument"
         )
 
 

@@ -16,7 +16,10 @@ from torchrec_recstore.display import set_fields
 from torchrec_recstore.options import TableOptions, resident_rows
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.sharders import RECSTORE_KERNEL
-from torchrec_recstore.sharders.plan_entries import OptionsInPlan
+from torchrec_recstore.sharders.plan_entries import (
+    OptionsInPlan,
+    stock_key_value_params,
+)
 from torchrec_recstore.torchrec_seams.planning import ConstraintsSeams
 
 
@@ -59,8 +62,8 @@ class RecStoreConstraints(ConstraintsSeams):
         It copies no field that it does not know.
         """
         params = self.stock_key_value_params()
-        if params is None and self.options != TableOptions():
-            params = OptionsInPlan(options=self.options)
+        if self.options != TableOptions():
+            params = OptionsInPlan.of(self.options, params)
         super().__setattr__("key_value_params", params)
 
     def __repr__(self) -> str:
@@ -77,8 +80,7 @@ class RecStoreConstraints(ConstraintsSeams):
 
     def stock_key_value_params(self) -> KeyValueParams | None:
         """Returns the ``key_value_params`` of TorchRec's own kernels."""
-        params = self.key_value_params
-        return None if isinstance(params, OptionsInPlan) else params
+        return stock_key_value_params(self.key_value_params)
 
 
 def options_of(

@@ -5,6 +5,7 @@ Tests: tests/checkpoint/test_state_dict.py, tests/checkpoint/test_distributed.py
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,6 +118,16 @@ class _FirstShard(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
 
 class RowTensor(ShardedTensor):
     """A sharded tensor with an entry for each row of a table.
@@ -161,8 +172,9 @@ class RowTensor(ShardedTensor):
         part of evenly split rows.
         """
         shards = super().local_shards()
-        is_whole = dist.get_world_size() == 1 and len(shards) == 1
-        if is_whole or not shards:
+        # Without a process group, torch gathers nothing.
+        has_one_rank = not dist.is_initialized() or dist.get_world_size() == 1
+        if not shards or (has_one_rank and len(shards) == 1):
             return shards
         first = shards[0]
         refusal = (
@@ -178,6 +190,9 @@ class RowTensor(ShardedTensor):
         """Returns the same rows as torch's own class."""
         shards = super().local_shards()
         return sharded_tensor(shards, self.metadata(), self._process_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        return copy.deepcopy(self._stock(), memo)
 
     def gather(  # type: ignore[override]
         self,

@@ -98,7 +98,23 @@ class OptionsInPlan(KeyValueParams):  # type: ignore[misc]
     """
 
     options: TableOptions = field(default_factory=TableOptions)
+    stock: KeyValueParams | None = None
+    """What the user has set for TorchRec's own kernels. The fields are the same here."""
     __hash__ = KeyValueParams.__hash__
+
+    @classmethod
+    def of(cls, options: TableOptions, stock: KeyValueParams | None) -> OptionsInPlan:
+        """Returns the options beside what the user has set for TorchRec's kernels."""
+        values: dict[str, Any] = {}
+        if stock is not None:
+            for stock_field in fields(KeyValueParams):
+                values[stock_field.name] = getattr(stock, stock_field.name)
+        return cls(**values, options=options, stock=stock)
+
+
+def stock_key_value_params(params: KeyValueParams | None) -> KeyValueParams | None:
+    """Returns the ``key_value_params`` of TorchRec's own kernels, without options."""
+    return params.stock if isinstance(params, OptionsInPlan) else params
 
 
 @dataclass
@@ -136,8 +152,7 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
     ) -> RecStoreParameterSharding:
         """Returns a copy of ``sharding`` with ``options`` and ``row_name``."""
         stock = {f.name: getattr(sharding, f.name) for f in fields(ParameterSharding)}
-        if isinstance(sharding.key_value_params, OptionsInPlan):
-            stock["key_value_params"] = None
+        stock["key_value_params"] = stock_key_value_params(sharding.key_value_params)
         return cls(**stock, options=options, row_name=row_name)
 
     def get_additional_fused_params(self) -> dict[str, Any]:
@@ -354,12 +369,18 @@ def with_options(
     """
     entries = dict(plan)
     for name, sharding in plan.items():
-        if sharding.compute_kernel != RECSTORE_KERNEL:
-            continue
         brought = sharding.key_value_params
+        is_in_recstore = sharding.compute_kernel == RECSTORE_KERNEL
         if isinstance(brought, OptionsInPlan):
-            sharding = RecStoreParameterSharding.of(sharding, brought.options)
+            # An entry of the user's own has its options.
+            is_own = isinstance(sharding, RecStoreParameterSharding)
+            if is_in_recstore and not is_own:
+                sharding = RecStoreParameterSharding.of(sharding, brought.options)
+            else:
+                sharding = replace(sharding, key_value_params=brought.stock)
             entries[name] = sharding
+        if not is_in_recstore:
+            continue
         parameter = parameters.get(name)
         if parameter is None or parameter.requires_grad:
             continue

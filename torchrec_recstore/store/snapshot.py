@@ -86,9 +86,14 @@ def _moved_rows(tier: ColdTier, left_ids: Tensor, since: int) -> tuple[Tensor, T
     """Returns which of the ids that have left memory are in the store, and which of
     these rows have changed since the mark.
     """
-    parts = list(_read(tier, left_ids))
-    cold_ids = torch.cat([ids for ids, _ in parts])
-    marks = torch.cat([last_marks(images) for _, images in parts])
+    parts_of_ids: list[Tensor] = []
+    parts_of_marks: list[Tensor] = []
+    # Only the marks are kept: the images of all batches may be as many as all rows.
+    for ids, images in _read(tier, left_ids):
+        parts_of_ids.append(ids)
+        parts_of_marks.append(last_marks(images))
+    cold_ids = torch.cat(parts_of_ids)
+    marks = torch.cat(parts_of_marks)
     return cold_ids, cold_ids[marks >= since]
 
 

@@ -347,15 +347,16 @@ class NativeRows:
             deleted = self._python.apply(header, specs, arrays, bool(call.from_primary))
             self._reply(call, pb.SegmentReply(last=True, deleted=deleted))
             return
-        self._answer_pull(call, request.pull, array_of(arrays[0], torch.int64))
+        self._answer_pull(call, request.pull, arrays[0])
 
     def _answer_pull(
         self,
         call: PythonCall,
         header: pb.PullHeader,
-        ids: Tensor,
+        id_bytes: Tensor,
     ) -> None:
         specs = self._python.readable(header)
+        ids = array_of(id_bytes, torch.int64)
         parts: list[PartRead] = []
         if header.want == pb.PullHeader.ROWS:
             parts = self._python.parts(header, specs, ids, PART_BYTES)

@@ -705,9 +705,11 @@ class Pair(Native):
     def _step_as_primary(self) -> None:
         if self.invoke("wait_lost", _RENEW_S):
             self._goes_on_alone()
-        silence_s = time.monotonic() - self._peer_seen
-        if self.role is Role.JOINING and silence_s > _GONE_S:
-            self._end_joining()
+        # The role is read first: it becomes JOINING after _peer_seen was set.
+        if self.role is Role.JOINING:
+            silence_s = time.monotonic() - self._peer_seen
+            if silence_s > _GONE_S:
+                self._end_joining()
         if self.role >= Role.ALONE and not self._stopping.is_set():
             self._renew()
 

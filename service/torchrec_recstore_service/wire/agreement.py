@@ -344,8 +344,10 @@ def has_lost(state: pb.DescribeReply, label: str, run: str) -> bool:
         label: The label of the epoch of the run.
         run: The run.
     """
+    if label_of(state) != label:
+        return False  # A server of another epoch may have no run.
     known_runs = [*state.earlier, run_of(state), state.next]
-    return label_of(state) == label and run not in known_runs
+    return run not in known_runs
 
 
 def _new_id() -> str:

@@ -31,6 +31,7 @@ from torchrec_recstore_serving.export.sorted_tables import (
     check_tensor,  # noqa: F401
     take_tensor,  # noqa: F401
 )
+from torchrec_recstore_serving.export.tables_on_servers import ServerTable
 from torchrec_recstore_serving.export.tracing import ServedTracer
 
 # The methods of a served model call these.
@@ -223,10 +224,11 @@ def _methods_of(
         script: The compiled module.
     """
     tables: list[str] = []
+    # The first table whose native class holds a version of the model for calls.
     first_hashed: str | None = None
     for path, table in served_tables(source, every_path=True):
         tables.append(_expression(path))
-        if first_hashed is None and isinstance(table, HashedTable):
+        if first_hashed is None and isinstance(table, (HashedTable, ServerTable)):
             first_hashed = _expression(path)
     tensors_of_model = dense_tensors(served, every_path=True)
     dense: list[str] = []

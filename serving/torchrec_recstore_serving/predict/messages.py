@@ -356,7 +356,14 @@ def _numbers(
                 numbers[wrong],
                 "int64 does not hold it",
             ) from None
-    tensor = torch.tensor([_float32(number) for number in numbers])
+    # torch raises an error for a number that float32 does not hold. Here it is infinity.
+    # The condition stands here, because a call for each number takes as long again.
+    tensor = torch.tensor(
+        [
+            number if -_GREATEST <= number <= _GREATEST else math.inf
+            for number in numbers
+        ]
+    )
     if not bool(torch.isfinite(tensor).all()):
         wrong = int((~torch.isfinite(tensor)).nonzero()[0])
         raise _refused(
@@ -366,11 +373,6 @@ def _numbers(
             "it must be finite, and float32 must hold it",
         )
     return tensor
-
-
-def _float32(number: float) -> float:
-    """Returns a number; infinity if float32 does not hold it."""
-    return number if -_GREATEST <= number <= _GREATEST else math.inf
 
 
 def _first(entries: list[Any], is_wrong: Callable[[Any], bool]) -> int:

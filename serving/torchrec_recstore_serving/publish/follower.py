@@ -646,6 +646,8 @@ def _start_closer() -> None:
     The interpreter waits for the closer, which is no daemon, before it ends.
     """
     global _closer
+    if not threading.main_thread().is_alive():
+        return  # The thread that starts the follower outlives the main thread.
     if _closer is None or not _closer.is_alive():
         _closer = threading.Thread(
             target=_close_at_end, name="followers-end", daemon=False

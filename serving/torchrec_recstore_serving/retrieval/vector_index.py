@@ -222,9 +222,10 @@ class VectorIndex:
         scores = scores.masked_fill(ids == -1, worst)
         if self._minus_one is None:
             return scores, ids
-        products = queries @ self._minus_one
-        distances = (queries - self._minus_one).square().sum(1)
-        scores_of_minus_one = products if by_product else distances
+        if by_product:
+            scores_of_minus_one = queries @ self._minus_one
+        else:
+            scores_of_minus_one = (queries - self._minus_one).square().sum(1)
         all_scores = torch.cat([scores, scores_of_minus_one.unsqueeze(1)], 1)
         minus_ones = torch.full((len(ids), 1), -1)
         all_ids = torch.cat([ids, minus_ones], 1)

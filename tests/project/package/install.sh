@@ -6,7 +6,7 @@
 # Works in a folder of its own, so that nothing of the checkout can be imported.
 set -euo pipefail
 artifact=$(realpath "$1") service=$(realpath "$2") serving=$(realpath "$3")
-requirements=$(realpath "$(dirname "$0")/../../requirements")
+requirements=$(realpath "$(dirname "$0")/../../../requirements")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 unset PYTHONPATH

@@ -45,6 +45,7 @@ from torchrec_recstore.modules import (
 )
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_serving.export.description import described
 from torchrec_recstore_serving.export.sorted_tables import ServedTables
 from torchrec_recstore_serving.export.tables_on_servers import (
     ServerTable,
@@ -300,6 +301,16 @@ def test_a_table_with_initial_rows(
         table = ServerTable("initial", "float32", place)
         wanted = torch.tensor([2.0] * 5 + [0.0] * 5).unsqueeze(1).expand(10, 3)
         assert torch.equal(table.lookup(torch.arange(10)), wanted)
+
+
+def test_a_call_holds_its_version(shared: list[RecStoreServer], tmp_path: Path) -> None:
+    """All tables of the model are on servers."""
+    with client_of(*shared) as client:
+        served = exported(train(Model(client)), tmp_path / "model.pt")
+    assert described(tmp_path / "model.pt")["index"] == "hash"
+    held = served.recstore_hold()
+    held.release()
+    assert "recstore_hold" in str(served.forward.graph)
 
 
 def test_a_delta_changes_the_dense_part(
