@@ -294,7 +294,7 @@ def no_rocksdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def no_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_entry_points", lambda **wanted: ())
-    plugins.plugin.__wrapped__("follow")
+    plugins.plugin.__wrapped__("export")
 
 
 @situation(
