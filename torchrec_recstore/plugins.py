@@ -7,6 +7,7 @@ their ``setup.cfg``.
 
 from __future__ import annotations
 
+import shlex
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ _COMMANDS = {
     "serve": "service",
     "servers": "service",
 }
+# The extra that a command needs besides, which has no entry points of its own.
+_EXTRAS = {"follow": "predict"}
 _PLUGINS = {
     "client": "service",
     "connected_to": "service",
@@ -37,7 +40,8 @@ _PLUGINS = {
 def missing(name: str) -> ImportError:
     """Returns the error of a plugin or a command that is not installed."""
     needed = f"torchrec-recstore-{(_PLUGINS | _COMMANDS)[name]}"
-    requirement = f"'{needed}[predict]'" if name == "follow" else needed
+    extra = f"[{_EXTRAS[name]}]" if name in _EXTRAS else ""
+    requirement = shlex.quote(needed + extra)
     return ImportError(
         f"this needs {needed}, which is not installed: pip install {requirement}",
         name=needed,

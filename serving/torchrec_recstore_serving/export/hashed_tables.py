@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore_serving.export.model_table import TableWithRows
+from torchrec_recstore_serving.export.model_table import NativeTable, TableWithRows
 from torchrec_recstore_serving.export.native_library import load_library
 from torchrec_recstore_serving.export.row_formats import TYPE_NUMBERS
 from torchrec_recstore_serving.export.sorted_tables import ServedTable
 
 
-class HashedTable(TableWithRows):
+class HashedTable(NativeTable, TableWithRows):
     """A served table whose ids and rows are in an object of the native library.
 
     It has rows of any row format.
@@ -47,24 +47,6 @@ class HashedTable(TableWithRows):
             ids.contiguous(),
             rows.contiguous(),
         )
-
-    def has_rows(self, values: Tensor) -> Tensor:
-        """See :meth:`ModelTable.has_rows`."""
-        return self.native.contains(values)  # type: ignore[no-any-return]
-
-    def lookup(self, values: Tensor) -> Tensor:
-        """See :meth:`ModelTable.lookup`."""
-        return self.native.lookup(values)  # type: ignore[no-any-return]
-
-    def pooled(
-        self,
-        values: Tensor,
-        lengths: Tensor,
-        weights: Tensor | None,
-        mean: bool,
-    ) -> Tensor:
-        """See :meth:`ModelTable.pooled`."""
-        return self.native.pooled(values, lengths, weights, mean)  # type: ignore[no-any-return]
 
     @torch.jit.export
     def raw_ids(self) -> Tensor:

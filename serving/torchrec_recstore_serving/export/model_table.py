@@ -8,6 +8,8 @@ Tests: tests/serving/export/test_hashed_tables.py and test_tables_on_servers.py.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 
@@ -169,6 +171,35 @@ class ModelTable(nn.Module):
     def end_delta(self) -> None:
         """Frees what only the rows before :meth:`take_delta` need."""
         raise NotImplementedError
+
+
+class NativeTable(ModelTable):
+    """A table whose rows are read by ``native``, an object of the native library.
+
+    The object also holds a version of the model for a call: its methods ``hold`` and
+    ``change`` let a delta wait for the calls that run.
+    """
+
+    if TYPE_CHECKING:  # TorchScript would try to compile the annotation.
+        native: Any
+
+    def has_rows(self, values: Tensor) -> Tensor:
+        """See :meth:`ModelTable.has_rows`."""
+        return self.native.contains(values)  # type: ignore[no-any-return]
+
+    def lookup(self, values: Tensor) -> Tensor:
+        """See :meth:`ModelTable.lookup`."""
+        return self.native.lookup(values)  # type: ignore[no-any-return]
+
+    def pooled(
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None,
+        mean: bool,
+    ) -> Tensor:
+        """See :meth:`ModelTable.pooled`."""
+        return self.native.pooled(values, lengths, weights, mean)  # type: ignore[no-any-return]
 
 
 class TableWithRows(ModelTable):

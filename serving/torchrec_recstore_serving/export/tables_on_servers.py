@@ -23,7 +23,7 @@ from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.sharders.plan_entries import remote_options
-from torchrec_recstore_serving.export.model_table import ModelTable
+from torchrec_recstore_serving.export.model_table import NativeTable
 from torchrec_recstore_serving.export.native_library import load_library
 from torchrec_recstore_serving.export.row_formats import FORMATS
 
@@ -59,7 +59,7 @@ class TableOnServers:
     zeros: bool
 
 
-class ServerTable(ModelTable):
+class ServerTable(NativeTable):
     """A served table whose rows are on parameter servers: a call reads them there.
 
     The model has no ids and no rows of the table, and deltas do not change it.
@@ -84,24 +84,6 @@ class ServerTable(ModelTable):
             table.servers,
             table.tls,
         )
-
-    def has_rows(self, values: Tensor) -> Tensor:
-        """See :meth:`ModelTable.has_rows`."""
-        return self.native.contains(values)  # type: ignore[no-any-return]
-
-    def lookup(self, values: Tensor) -> Tensor:
-        """See :meth:`ModelTable.lookup`."""
-        return self.native.lookup(values)  # type: ignore[no-any-return]
-
-    def pooled(
-        self,
-        values: Tensor,
-        lengths: Tensor,
-        weights: Tensor | None,
-        mean: bool,
-    ) -> Tensor:
-        """See :meth:`ModelTable.pooled`."""
-        return self.native.pooled(values, lengths, weights, mean)  # type: ignore[no-any-return]
 
     @torch.jit.export
     def row_count(self) -> int:

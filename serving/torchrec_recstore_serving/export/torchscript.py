@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from torchrec_recstore.checkpoint.files import whole_file
-from torchrec_recstore_serving.export.hashed_tables import HashedTable
 from torchrec_recstore_serving.export.mapped_files import append_records, rows_apart
+from torchrec_recstore_serving.export.model_table import NativeTable
 from torchrec_recstore_serving.export.scriptable_modules import (
     dense_tensors,
     served_tables,
@@ -31,7 +31,6 @@ from torchrec_recstore_serving.export.sorted_tables import (
     check_tensor,  # noqa: F401
     take_tensor,  # noqa: F401
 )
-from torchrec_recstore_serving.export.tables_on_servers import ServerTable
 from torchrec_recstore_serving.export.tracing import ServedTracer
 
 # The methods of a served model call these.
@@ -228,7 +227,7 @@ def _methods_of(
     first_hashed: str | None = None
     for path, table in served_tables(source, every_path=True):
         tables.append(_expression(path))
-        if first_hashed is None and isinstance(table, (HashedTable, ServerTable)):
+        if first_hashed is None and isinstance(table, NativeTable):
             first_hashed = _expression(path)
     tensors_of_model = dense_tensors(served, every_path=True)
     dense: list[str] = []
