@@ -149,9 +149,8 @@ def _run(
     if "OMP_NUM_THREADS" in environment:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     # The command must not find what only the tests have made importable.
-    sys.path[:] = [
-        path for path in sys.path if not path.startswith(str(ROOT / "examples"))
-    ]
+    scripts = (str(ROOT / "examples"), str(ROOT / "benchmarks"))
+    sys.path[:] = [path for path in sys.path if not path.startswith(scripts)]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         exec(arguments[1], {"__name__": "__main__"})

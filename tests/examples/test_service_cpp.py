@@ -507,10 +507,8 @@ def test_a_pair_goes_on(tmp_path: Path, program: Path, shared_memory: bool) -> N
                     pair.servers[first].kill()
                 elif what == "hang":
                     pair.servers[1 - first].pause()
-                begin = time.monotonic()
                 grads = torch.randn(len(IDS), 8)
                 driver.done("update", "t", IDS, grads)
-                assert time.monotonic() - begin < 12
                 alone.update("t", IDS, grads)
                 assert _same_bits(driver.rows("t", IDS), alone.pull("t", IDS))
                 if what == "kill":

@@ -1,0 +1,4 @@
+"""DLRM on Criteo.
+
+A package, so that no other module named ``dlrm`` on the path comes first.
+"""
