@@ -33,11 +33,12 @@ from torchrec_recstore_service.client.remote_groups import (
     ClientTable,
     RemotePooledGroup,
     RemoteSequenceGroup,
+    shared_tables,
 )
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 
-DIMS = (8, 5, 16)
-FEATURE_TABLES = [0, 0, 1, 2]
+DIMS = (8, 5, 5, 16)  # adjacent tables of the same dim share workspace tables
+FEATURE_TABLES = [0, 0, 1, 2, 3]
 BAGS = 7
 OPTIONS = TableOptions(seed=3, initializer=UniformInit(-1.0, 1.0))
 Batch = tuple[Tensor, Tensor, list[int]]
@@ -47,14 +48,14 @@ IDS = torch.arange(-10, 10)
 def batches(count: int, empty: Sequence[int] = ()) -> list[Batch]:
     """Returns the ids, the offsets and the counts of each feature.
 
-    Feature 3 has no ids in the batches ``empty``.
+    The last feature has no ids in the batches ``empty``.
     """
     generator = torch.Generator().manual_seed(count)
     found = []
     for step in range(count):
         lengths = torch.randint(0, 6, (len(FEATURE_TABLES), BAGS), generator=generator)
         if step in empty:
-            lengths[3] = 0
+            lengths[-1] = 0
         offsets = torch.cat(
             [torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)]
         )
@@ -76,7 +77,7 @@ class Both:
         prefix: str = "t",
     ) -> None:
         self.client = RecStoreClient(servers, private=True)
-        names = [f"{prefix}{dim}" for dim in DIMS]
+        names = [f"{prefix}{number}" for number in range(len(DIMS))]
         self.here = [
             Table(dim, dtype, optimizer, options, name=name)
             for dim, name in zip(DIMS, names, strict=True)
@@ -207,6 +208,25 @@ def test_bounds_count_the_same_steps(options: TableOptions) -> None:
     both.assert_equal_rows()
 
 
+def test_tables_of_other_dims_and_clipping_have_workspaces_of_their_own() -> None:
+    """Gradients are clipped where they are summed: in the workspace."""
+    client = RecStoreClient()
+    zeros = TableOptions(initializer=UniformInit(0.0, 0.0))
+    tables = []
+    for number, (dim, bound) in enumerate([(4, 1.0), (4, 1.0), (4, 2.0), (8, 2.0)]):
+        optimizer = SGD(lr=1.0, max_gradient=bound)
+        shape = (100, dim)
+        tables.append(
+            ClientTable(client, f"t{number}", shape, torch.float32, optimizer, zeros)
+        )
+    assert shared_tables(tables) == [[0, 1], [2], [3]]
+    group = RemoteSequenceGroup(tables[1:3])
+    ids = torch.tensor([7, 7])
+    group(ids, [1, 1], train=True).backward(torch.full((8,), 3.0))
+    assert tables[1].lookup(ids)[0, 0] == -1.0
+    assert tables[2].lookup(ids)[0, 0] == -2.0
+
+
 def test_rows_without_pooling() -> None:
     both = Both(Adagrad(lr=0.1, max_gradient=0.5))
     groups = SequenceGroup(both.here), RemoteSequenceGroup(both.remote)
@@ -222,7 +242,7 @@ def test_rows_without_pooling() -> None:
     both.assert_equal_rows()
     with pytest.raises(
         ValueError,
-        match="counts must have a number for each of 3 tables, and the sum 2",
+        match="counts must have a number for each of 4 tables, and the sum 2",
     ):
         groups[1](IDS[:2], [1, 1], train=True)
 
@@ -295,6 +315,9 @@ class Held:
         self.held[number] = updates
         return number
 
+    def has_finished(self, handle: int) -> bool:
+        return handle not in self.held
+
     def wait(self, handle: int) -> None:
         self.waited.append(handle)
         self.client.update_each(self.held.pop(handle))
@@ -351,6 +374,25 @@ def test_a_prefetch_beside_an_update(staleness: int) -> None:
         out = group(ids, offsets, train=True)
         assert -number <= out.item() <= -max(0, number - staleness)
         out.backward(torch.ones(1, 1))
+
+
+def test_updates_that_have_ended_are_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prefetch that begins when all updates have been carried out has rows that the
+    lookup takes as they are.
+    """
+    group = Both(Adagrad(lr=0.1), staleness=1).pooled()[1]
+    given = batches(5)
+    step([group], given[0])
+    group.prefetch(given[1][0], given[1][2])
+    reads = Counted(monkeypatch)
+    for batch, coming in itertools.pairwise(given[1:]):
+        out = group(batch[0], batch[1], train=True)
+        group._client._updates.wait_for_earlier()
+        group.prefetch(coming[0], coming[2])
+        out.sum().backward()
+    assert len(reads.reads) == 0
 
 
 def test_a_failed_update_is_raised_by_the_next_step(
@@ -417,7 +459,7 @@ def test_a_forward_without_backward_makes_no_row() -> None:
         group(ids, offsets, train=True)
     gc.collect()
     assert len(group._free) == 1
-    assert both.client.stats("t8").rows == 0
+    assert both.client.stats("t0").rows == 0
 
 
 def test_what_is_refused() -> None:

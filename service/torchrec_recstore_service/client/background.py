@@ -116,12 +116,31 @@ class Updates:
             ValueError: The handle does not exist.
         """
         with self._lock:
-            exists = isinstance(handle, int) and 0 < handle <= self._started
-            future = self.pending.pop(handle, None) if exists else None
-        if not exists:
-            raise ValueError(f"there is no update {handle!r}")
+            self._check(handle)
+            future = self.pending.pop(handle, None)
         if future is not None:
             future.result()
+
+    def has_finished(self, handle: int) -> bool:
+        """Returns whether an update has been carried out: False while it runs, and if
+        it has failed and nobody has waited for it.
+
+        Raises:
+            ValueError: The handle does not exist.
+        """
+        with self._lock:
+            self._check(handle)
+            future = self.pending.get(handle)
+            if future is None:
+                return True
+            if not future.done() or future.exception() is not None:
+                return False
+            del self.pending[handle]
+            return True
+
+    def _check(self, handle: int) -> None:
+        if not isinstance(handle, int) or not 0 < handle <= self._started:
+            raise ValueError(f"there is no update {handle!r}")
 
     def wait_for_earlier(self) -> None:
         """Waits for all updates that have been started.

@@ -299,6 +299,18 @@ class PlainClient:
         self._open()
         self._updates.wait(handle)
 
+    def has_finished(self, handle: int) -> bool:
+        """Returns whether an update of :meth:`update_each_async` has been carried out.
+
+        It does not wait. False also if the update has failed; :meth:`wait` raises the
+        error.
+
+        Raises:
+            ValueError: The handle does not exist.
+        """
+        self._open()
+        return self._updates.has_finished(handle)
+
     def prefetch(self, name: str, ids: Tensor) -> int:
         """Starts a :meth:`pull` in another thread.
 

@@ -35,7 +35,8 @@ from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 
 _MOST_PREFETCHES = 4  # further prefetches free the oldest one
 _LocalGroup = PooledGroup | SequenceGroup
-_Make = Callable[[Sequence[Table]], _LocalGroup]
+# of the workspace tables, and the indices of the tables that share each of them
+_Make = Callable[[Sequence[Table], Sequence[Sequence[int]]], _LocalGroup]
 _numbers = itertools.count(1)
 _handles = itertools.count(-1, -1)  # the handles of native tables are positive
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
@@ -117,16 +118,21 @@ class _Workspace:
     """Tables of this process that hold the rows of a pass while it is pooled, and then
     the sums of its gradients.
 
-    Row i of a table is the row of the i-th distinct id. Rows are overwritten and never
-    removed.
+    Adjacent tables with the same dim and the same clipping share a workspace table,
+    because a call for each of many tables would take longer than its work. Row i of a
+    workspace table is the row of the i-th distinct id of its tables. Rows are
+    overwritten and never removed.
     """
 
     def __init__(self, tables: Sequence[ClientTable], make: _Make) -> None:
+        self._dims = [table.dim for table in tables]
+        self._shared = shared_tables(tables)
         zeros = TableOptions(initializer=ConstantInit(0.0))
         # The step from a row of zeros with the learning rate 1 is minus the sum of the
         # gradients, exactly.
-        self.tables = []
-        for table in tables:
+        self._tables = []
+        for members in self._shared:
+            table = tables[members[0]]
             summing = SGD(lr=1.0, max_gradient=table.optimizer.max_gradient)
             workspace_table = Table(
                 table.dim,
@@ -135,20 +141,15 @@ class _Workspace:
                 options=zeros,
                 name=table.name,
             )
-            self.tables.append(workspace_table)
-        self.group = make(self.tables)
+            self._tables.append(workspace_table)
+        self.group = make(self._tables, self._shared)
         self._numbers = torch.arange(0)
 
     def write(self, rows: Sequence[Tensor]) -> None:
         """Writes the rows of the distinct ids of each table, (n, dim)."""
-        for table, table_rows in zip(self.tables, rows, strict=True):
-            n = table_rows.shape[0]
-            if n:
-                ops.table_insert(
-                    table.handle,
-                    self._first_numbers(n),
-                    table_rows.float(),
-                )
+        for table, members in zip(self._tables, self._shared, strict=True):
+            table_rows = torch.cat([rows[member].float() for member in members])
+            self._insert(table, table_rows)
 
     def sums(
         self,
@@ -159,27 +160,65 @@ class _Workspace:
     ) -> list[Tensor]:
         """Returns the sums of gradients: for each table, (n, dim) float32."""
         id_counts = [ids.shape[0] for ids in distinct]
-        sizes = [n * table.dim for n, table in zip(id_counts, self.tables, strict=True)]
+        sizes = [n * dim for n, dim in zip(id_counts, self._dims, strict=True)]
         all_sums = torch.zeros(sum(sizes))
-        contents = torch.split(all_sums, sizes)
-        sums = [
-            content.view(-1, table.dim)
-            for content, table in zip(contents, self.tables, strict=True)
-        ]
-        self.write(sums)
-        self.group.update(context, grad, False, counts)
-        for n, table, table_sums in zip(id_counts, self.tables, sums, strict=True):
+        shared_sizes = [sum(sizes[member] for member in each) for each in self._shared]
+        shared_sums = []
+        for table, content in zip(
+            self._tables, torch.split(all_sums, shared_sizes), strict=True
+        ):
+            shared_sums.append(content.view(-1, table.dim))
+            self._insert(table, shared_sums[-1])
+        self.group.update(context, grad, False, merged(counts, self._shared))
+        for table, table_sums in zip(self._tables, shared_sums, strict=True):
+            n = table_sums.shape[0]
             if n:
                 ops.table_read(table.handle, self._first_numbers(n), table_sums)
         # in place; the negative of 0.0 would be another zero
         torch.sub(0.0, all_sums, out=all_sums)
-        return sums
+        return [
+            content.view(-1, dim)
+            for content, dim in zip(
+                torch.split(all_sums, sizes), self._dims, strict=True
+            )
+        ]
+
+    def _insert(self, table: Table, rows: Tensor) -> None:
+        n = rows.shape[0]
+        if n:
+            ops.table_insert(table.handle, self._first_numbers(n), rows)
 
     def _first_numbers(self, n: int) -> Tensor:
         """Returns the ids of the first ``n`` rows: their numbers."""
         if self._numbers.shape[0] < n:
             self._numbers = torch.arange(2 * n)
         return self._numbers[:n]
+
+
+def shared_tables(tables: Sequence[ClientTable]) -> list[list[int]]:
+    """Returns the indices of the tables that share each workspace table: adjacent ones
+    with the same dim and the same clipping of gradients.
+    """
+    shared: list[list[int]] = []
+    last_layout = None
+    for number, table in enumerate(tables):
+        layout = (table.dim, table.optimizer.max_gradient)
+        if layout == last_layout:
+            shared[-1].append(number)
+        else:
+            shared.append([number])
+        last_layout = layout
+    return shared
+
+
+def merged(counts: Sequence[int], shared: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the sums of the counts of the tables that share each workspace table.
+
+    Without counts, as in a group that pools, there are none.
+    """
+    if not counts:
+        return []
+    return [sum(counts[table] for table in members) for members in shared]
 
 
 class _Pass(bytearray):
@@ -214,13 +253,30 @@ class _Pass(bytearray):
 
 
 class _Batch:
-    """The distinct ids of each table in a batch, (n,) int64, and the position of each
-    id of the batch among them.
+    """The distinct ids of each table in a batch, (n,) int64, and the row of each id of
+    the batch in the workspace.
+
+    Args:
+        ids: (N,) int64, table by table.
+        counts: The number of ids of each table.
+        shared: The indices of the tables that share each workspace table.
     """
 
-    def __init__(self, ids: Tensor, counts: Sequence[int]) -> None:
-        distinct_ids, self.places, sizes = row_ops.ids_distinct(ids, counts)
-        self.distinct = list(torch.split(distinct_ids, sizes.tolist()))
+    def __init__(
+        self, ids: Tensor, counts: Sequence[int], shared: Sequence[Sequence[int]]
+    ) -> None:
+        distinct_ids, self.places, size_tensor = row_ops.ids_distinct(ids, counts)
+        sizes = size_tensor.tolist()
+        self.distinct = list(torch.split(distinct_ids, sizes))
+        first_rows = [0] * len(sizes)
+        for members in shared:
+            for previous, table in itertools.pairwise(members):
+                first_rows[table] = first_rows[previous] + sizes[previous]
+        self.places += torch.repeat_interleave(
+            torch.tensor(first_rows),
+            torch.tensor(counts),
+            output_size=len(ids),
+        )
 
 
 @dataclass(eq=False)
@@ -255,8 +311,8 @@ class _Updates:
         self._staleness = tables[0].staleness
         self._pending: deque[int] = deque()
         self.lock = threading.Lock()
-        """Held while prefetches and the log change: a prefetch may run beside a step,
-        in another thread.
+        """Held while prefetches, the log, and the updates that are waited for change: a
+        prefetch may run beside a step, in another thread.
         """
         self.sent = 0
         self.included = 0
@@ -300,8 +356,7 @@ class _Updates:
                 learning_rate=learning_rate,
             )
             updates.append(update)
-        while len(self._pending) >= max(1, self._staleness):
-            self._wait_for_one()
+        self._wait_for_all_but(max(1, self._staleness) - 1)
         with self.lock:
             # the updates that all prefetches and all later reads include
             included_by_all = self.included
@@ -322,12 +377,28 @@ class _Updates:
 
     def wait(self) -> None:
         """Waits for all updates."""
-        while self._pending:
-            self._wait_for_one()
+        self._wait_for_all_but(0)
 
-    def _wait_for_one(self) -> None:
-        self._client.wait(self._pending.popleft())
-        self.included += 1
+    def count_finished(self) -> None:
+        """Counts the updates that have been carried out by now, without waiting.
+
+        An update that has failed stays: the step that waits for it raises its error.
+        The caller holds ``lock``.
+        """
+        while self._pending and self._client.has_finished(self._pending[0]):
+            self._pending.popleft()
+            self.included += 1
+
+    def _wait_for_all_but(self, count: int) -> None:
+        """Waits until at most ``count`` updates are in progress."""
+        while True:
+            with self.lock:
+                if len(self._pending) <= count:
+                    return
+                handle = self._pending.popleft()
+            self._client.wait(handle)
+            with self.lock:
+                self.included += 1
 
     def later_ids(self, table: int, included: int, last: int) -> Tensor:
         """Returns the ids of a table, ascending, in the updates with numbers above
@@ -366,6 +437,7 @@ class RemoteGroup(TableGroup):
         self._free: deque[_Workspace] = deque()
         self._updates = _Updates(self._tables)
         self._prefetched: deque[_Prefetched] = deque()
+        self._shared = shared_tables(self._tables)
         self._free.append(_Workspace(self._tables, make))
         self._shape_of = self._free[0].group
 
@@ -388,7 +460,7 @@ class RemoteGroup(TableGroup):
         out, pass_.context = pass_.workspace.group.training_lookup(
             batch.places,
             offsets,
-            counts,
+            merged(counts, self._shared),
             weights,
         )
         context = torch.frombuffer(pass_, dtype=torch.int64)
@@ -444,7 +516,7 @@ class RemoteGroup(TableGroup):
         if self.frozen:
             batch, rows = self._rows(ids, table_counts)
         else:
-            batch = _Batch(ids, table_counts)
+            batch = _Batch(ids, table_counts, self._shared)
             rows = self._client.pull_each(self._evaluation_reads(batch.distinct))
         workspace = self._workspace()
         try:
@@ -452,7 +524,7 @@ class RemoteGroup(TableGroup):
             return workspace.group.evaluation_lookup(
                 batch.places,
                 offsets,
-                counts,
+                merged(counts, self._shared),
                 weights,
             )
         finally:
@@ -468,7 +540,7 @@ class RemoteGroup(TableGroup):
         counts: Sequence[int],
     ) -> tuple[int, ...]:
         """See ``TableGroup.output_shape``."""
-        return self._shape_of.output_shape(offsets, counts)
+        return self._shape_of.output_shape(offsets, merged(counts, self._shared))
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
         """Requests the rows of a coming training lookup in another thread.
@@ -484,9 +556,11 @@ class RemoteGroup(TableGroup):
         """
         ids = ids.clone()
         table_counts = list(self._prefetch_counts(counts))
-        batch = _Batch(ids, table_counts)
+        batch = _Batch(ids, table_counts, self._shared)
         surplus = None
         with self._updates.lock:
+            # The more updates are known to be in the rows, the fewer are read again.
+            self._updates.count_finished()
             included = self._updates.included
             handle = self._client.prefetch_each(self._reads(batch.distinct))
             prefetched = _Prefetched(
@@ -543,7 +617,7 @@ class RemoteGroup(TableGroup):
         prefetched = self._take_prefetched(ids, counts)
         if prefetched is not None:
             return prefetched.batch, self._renewed(prefetched)
-        batch = _Batch(ids, counts)
+        batch = _Batch(ids, counts, self._shared)
         return batch, self._client.pull_each(self._reads(batch.distinct))
 
     def _take_prefetched(
@@ -564,6 +638,8 @@ class RemoteGroup(TableGroup):
         """
         rows: list[Tensor] = self._client.wait_for_each(prefetched.handle)
         required = self._updates.required
+        if prefetched.included >= required:
+            return rows
         is_stale = []
         stale_ids = []
         for table, ids in enumerate(prefetched.batch.distinct):
@@ -611,8 +687,14 @@ class RemotePooledGroup(RemoteGroup):
         if list(feature_tables) != sorted(feature_tables):
             raise ValueError(f"feature_tables must ascend, got {list(feature_tables)}")
 
-        def make(workspace_tables: Sequence[Table]) -> PooledGroup:
-            return PooledGroup(workspace_tables, feature_tables, pooling)
+        def make(
+            workspace_tables: Sequence[Table], shared: Sequence[Sequence[int]]
+        ) -> PooledGroup:
+            workspace_of = {}
+            for number, members in enumerate(shared):
+                workspace_of.update(dict.fromkeys(members, number))
+            features = [workspace_of[table] for table in feature_tables]
+            return PooledGroup(workspace_tables, features, pooling)
 
         super().__init__(tables, make)
         # the number of features of each table
@@ -652,10 +734,12 @@ class RemotePooledGroup(RemoteGroup):
         assert isinstance(self._shape_of, PooledGroup)
         self._updates.wait()
         table_ids = torch.split(ids, list(self._table_counts(ids, offsets, ())))
-        rows = [
-            table.lookup(ids_of_table)
-            for table, ids_of_table in zip(self._tables, table_ids, strict=True)
-        ]
+        rows = []
+        for members in self._shared:
+            rows_of_tables = [
+                self._tables[table].lookup(table_ids[table]) for table in members
+            ]
+            rows.append(torch.cat(rows_of_tables))
         return self._shape_of.weight_gradients_of(rows, offsets, grad)
 
     def _table_counts(
@@ -696,7 +780,9 @@ class RemoteSequenceGroup(RemoteGroup):
     """
 
     def __init__(self, tables: Sequence[ClientTable]) -> None:
-        super().__init__(tables, SequenceGroup)
+        super().__init__(
+            tables, lambda workspace_tables, _: SequenceGroup(workspace_tables)
+        )
 
     def forward(
         self,
