@@ -1,5 +1,5 @@
-"""Builds the native extension and adds the scripts that `recstore` runs; setup.cfg has
-all other settings.
+"""Builds the native extension and adds the scripts that `recstore` runs. pyproject.toml
+has the metadata, and setup.cfg names the files of the package.
 """
 
 import glob

@@ -1,4 +1,6 @@
-"""Builds the native path of rows; setup.cfg has all other settings."""
+"""Builds the native path of rows. pyproject.toml has the metadata, and setup.cfg names
+the files of the package.
+"""
 
 import glob
 import os

@@ -1,4 +1,6 @@
-"""Builds the native library of served models; setup.cfg has all other settings."""
+"""Builds the native library of served models. pyproject.toml has the metadata, and
+setup.cfg names the files of the package.
+"""
 
 import glob
 import os

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # a requirement of pytest
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {
@@ -11,7 +18,7 @@ PROJECTS = {
     "torchrec_recstore_service": ROOT / "service",
     "torchrec_recstore_serving": ROOT / "serving",
 }
-"""The folder with the ``setup.cfg`` of each package."""
+"""The folder with the ``pyproject.toml`` of each package."""
 
 PYTHON_PATH = os.pathsep.join(map(str, PROJECTS.values()))
 """The search path with which another Python imports this checkout, wherever the
@@ -20,6 +27,19 @@ packages are installed from.
 
 PACKAGES = {name: project / name for name, project in PROJECTS.items()}
 """The folder of each package."""
+
+
+def metadata_of(package: str) -> dict[str, Any]:
+    """The table ``[project]`` of a package's ``pyproject.toml``."""
+    text = (PROJECTS[package] / "pyproject.toml").read_text()
+    project: dict[str, Any] = tomllib.loads(text)["project"]
+    return project
+
+
+def requirements_in_project(package: str) -> dict[str, list[str]]:
+    """The requirements of each extra, and under "" those that are always needed."""
+    project = metadata_of(package)
+    return {"": project["dependencies"], **project["optional-dependencies"]}
 
 
 def sources() -> dict[str, Path]:

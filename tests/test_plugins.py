@@ -4,7 +4,6 @@ names one that is missing.
 
 from __future__ import annotations
 
-import configparser
 import importlib
 import os
 import subprocess
@@ -21,7 +20,7 @@ from torchrec_recstore import cli, plugins
 from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore.plugins import missing
 
-from .packages import PACKAGES, PROJECTS, PYTHON_PATH
+from .packages import PACKAGES, PYTHON_PATH, metadata_of
 
 OTHERS = sorted(PACKAGES.keys() - {"torchrec_recstore"})
 
@@ -37,23 +36,16 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_others_add_is_what_their_setup_lists() -> None:
     for package in OTHERS:
-        config = configparser.ConfigParser()
-        config.read(PROJECTS[package] / "setup.cfg")
-        listed = config["options.entry_points"]
-        names = {
-            line.partition(" = ")[0]
-            for group in listed.values()
-            for line in group.split("\n")
-            if line
-        }
+        listed = metadata_of(package)["entry-points"]
+        names = {name for group in listed.values() for name in group}
         owners = plugins._PLUGINS | plugins._COMMANDS
         assert names == {
             name
             for name, owner in owners.items()
             if package == f"torchrec_recstore_{owner}"
         }
-        for line in listed["torchrec_recstore.plugins"].strip().split("\n"):
-            assert plugins.plugin(line.partition(" = ")[0]) is not None
+        for name in listed["torchrec_recstore.plugins"]:
+            assert plugins.plugin(name) is not None
     assert all(entry is not None for entry in plugins.commands().values())
 
 

@@ -2,7 +2,7 @@
 never imports them by name.
 
 ``torchrec-recstore-service`` and ``torchrec-recstore-serving`` list what they add in
-their ``setup.cfg``.
+their ``pyproject.toml``.
 """
 
 from __future__ import annotations

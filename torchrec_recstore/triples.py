@@ -2,9 +2,9 @@
 with.
 
 The list is kept here only. ``recstore doctor``, the warning of an untested TorchRec and
-``make matrix`` read it; ``tests/project/package/test_triples.py`` compares setup.cfg,
-requirements/ and the README with it. None of the packages is imported here, so that the
-list can be read where they are not installed.
+``make matrix`` read it; ``tests/project/package/test_triples.py`` compares
+pyproject.toml, requirements/ and the README with it. None of the packages is imported
+here, so that the list can be read where they are not installed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Triple:
 
     @property
     def extra(self) -> str:
-        """The extra of setup.cfg that installs this triple with CUDA; ``-cpu`` is
-        appended for the one without.
+        """The extra of pyproject.toml that installs this triple with CUDA; ``-cpu``
+        is appended for the one without.
 
         It has no dot: pip before 23.3 ignores an extra whose name has one, and takes
         any torch.

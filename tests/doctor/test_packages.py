@@ -4,7 +4,6 @@ processes.
 
 from __future__ import annotations
 
-import configparser
 import re
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packages import PROJECTS
+from tests.packages import PROJECTS, requirements_in_project
 from torchrec_recstore.doctor.machine import Finding
 from torchrec_recstore.doctor.packages import (
     EXTRAS,
@@ -400,27 +399,13 @@ def test_extras_of_the_real_packages() -> None:
     """Those of the other distributions are checked through them, so that a missing
     grpcio is seen.
     """
-    config = {
-        package.replace("_", "-"): configparser.ConfigParser() for package in PROJECTS
-    }
     lines: dict[str, list[str]] = {}
-    for package, project in PROJECTS.items():
-        of = config[package.replace("_", "-")]
-        of.read(project / "setup.cfg")
-        extras = (
-            of["options.extras_require"].items()
-            if of.has_section("options.extras_require")
-            else ()
-        )
-        lines[package.replace("_", "-")] = [
-            *of["options"]["install_requires"].split(),
-            *(
-                f'{each}; extra == "{extra}"'
-                for extra, some in extras
-                for each in some.split("\n")
-                if each
-            ),
-        ]
+    for package in PROJECTS:
+        requirements = requirements_in_project(package)
+        in_metadata = requirements.pop("")
+        for extra, of_extra in requirements.items():
+            in_metadata += [f'{line}; extra == "{extra}"' for line in of_extra]
+        lines[package.replace("_", "-")] = in_metadata
     wanted = {extra: bounds_of_extra(extra, lines.get) for extra in EXTRAS}
     assert all(
         re.fullmatch(r"([<>=~!]=?[\d.]+)?", bound)

@@ -28,7 +28,7 @@ from torchrec_recstore.commands.output import (
 from torchrec_recstore.commands.progress import steps
 from torchrec_recstore.triples import DEFAULT
 
-# The extra in setup.cfg that installs each package.
+# The extra in pyproject.toml that installs each package.
 _EXTRAS = {
     "rocksdict": "rocksdb",
     "redis": "redis",

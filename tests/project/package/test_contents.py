@@ -5,7 +5,6 @@ run with.
 from __future__ import annotations
 
 import ast
-import configparser
 import email
 import importlib
 import re
@@ -20,7 +19,13 @@ from pathlib import Path
 import pytest
 
 import torchrec_recstore
-from tests.packages import PACKAGES, PROJECTS, ROOT
+from tests.packages import (
+    PACKAGES,
+    PROJECTS,
+    ROOT,
+    metadata_of,
+    requirements_in_project,
+)
 
 # What no user of an sdist needs.
 LEFT_OUT = {".gitignore"}
@@ -155,29 +160,20 @@ def test_wheel(copy: Path, package: str, library: str, tag: str) -> None:
     assert names == ours
     metadata = email.message_from_string(about["METADATA"])
     assert metadata["Requires-Python"] == ">=3.10"
-    assert metadata["License"] == "Apache-2.0"
+    assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_payload() == (PROJECTS[package] / "README.md").read_text()
 
 
 def requirements(package: str = "torchrec_recstore") -> dict[str, dict[str, str]]:
     """Distributions by extra, "" for what is always needed, each with its bound."""
-    config = configparser.ConfigParser()
-    config.read(PROJECTS[package] / "setup.cfg")
-    extras = (
-        config["options.extras_require"]
-        if config.has_section("options.extras_require")
-        else {}
-    )
-    lines = {"": config["options"]["install_requires"], **extras}
-    found = {}
-    for extra, text in lines.items():
-        wanted = [
-            re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?(.*)", line)
-            for line in text.split("\n")
-            if line.strip()
-        ]
-        found[extra] = {match[1]: match[2] for match in wanted if match is not None}
-    return found
+    bounds: dict[str, dict[str, str]] = {}
+    for extra, lines in requirements_in_project(package).items():
+        bounds[extra] = {}
+        for line in lines:
+            match = re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?(.*)", line)
+            assert match is not None, line
+            bounds[extra][match[1]] = match[2]
+    return bounds
 
 
 def test_versions_are_locked_to_each_other() -> None:
@@ -188,6 +184,9 @@ def test_versions_are_locked_to_each_other() -> None:
             importlib.import_module(package).__version__
             == torchrec_recstore.__version__
         )
+        # The version of the core is read from its module.
+        written = metadata_of(package).get("version", torchrec_recstore.__version__)
+        assert written == torchrec_recstore.__version__
         bounds = {
             bound
             for wanted in requirements(package).values()
