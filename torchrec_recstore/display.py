@@ -35,10 +35,9 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _aligned(name: str, cells: Sequence[str]) -> list[str]:
     """Returns the name of a column, a rule and the cells, all equally wide."""
-    width = max(map(len, [name, *cells]))
-    is_of_numbers = bool(cells) and all(cell[:1].isdigit() for cell in cells)
+    width = max(len(line) for line in [name, *cells])
     lines = [name, "-" * width, *cells]
-    if is_of_numbers:
+    if cells and all(cell[:1].isdigit() for cell in cells):
         return [line.rjust(width) for line in lines]
     return [line.ljust(width) for line in lines]
 
@@ -51,5 +50,7 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _html_row(tag: str, cells: Sequence[str]) -> str:
-    content = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+    content = ""
+    for cell in cells:
+        content += f"<{tag}>{escape(cell)}</{tag}>"
     return f"<tr>{content}</tr>"

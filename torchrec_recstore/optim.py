@@ -31,6 +31,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+from torchrec_recstore.utils import aligned
+
 __all__ = [
     "LAMB",
     "LARSSGD",
@@ -473,5 +475,6 @@ def state_bytes(optimizer: Optimizer, columns: int, itemsize: int = 4) -> int:
     float16. Element-wise states are padded to a multiple of 4 bytes.
     """
     kinds = list(state_names(optimizer).values())
-    elements = kinds.count("element") * columns * itemsize
-    return -(-elements // 4) * 4 + kinds.count("row") * itemsize
+    element_bytes = kinds.count("element") * columns * itemsize
+    row_wise_bytes = kinds.count("row") * itemsize
+    return aligned(element_bytes, 4) + row_wise_bytes

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchrec_recstore.utils import aligned
+
 ROW_TYPES: dict[torch.dtype, int] = {
     torch.float32: 0,
     torch.float16: 1,
@@ -61,7 +63,7 @@ def row_bytes(dtype: torch.dtype, columns: int) -> int:
 
     It is a multiple of 4.
     """
-    code_bytes = -(-columns * dtype.itemsize // 4) * 4  # rounded up
+    code_bytes = aligned(columns * dtype.itemsize, 4)
     return code_bytes + GRID_BYTES if dtype is torch.int8 else code_bytes
 
 
@@ -85,8 +87,11 @@ def values(stored: Tensor) -> Tensor:
     """
     if stored.dtype is not torch.uint8:
         return stored.float()
+    codes = stored[:, :-GRID_BYTES].float()
     grid = as_numbers(stored[:, -GRID_BYTES:], torch.float32)
-    return stored[:, :-GRID_BYTES].float() * grid[:, :1] + grid[:, 1:]
+    scale = grid[:, :1]
+    bias = grid[:, 1:]
+    return codes * scale + bias
 
 
 def as_stored(weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,7 +129,10 @@ def joined_columns(parts: Sequence[Tensor]) -> Tensor:
     """
     if len(parts) == 1:
         return parts[0]
-    numbers = [values(part) if part.dtype is torch.uint8 else part for part in parts]
+    numbers = []
+    for part in parts:
+        is_of_8_bits = part.dtype is torch.uint8
+        numbers.append(values(part) if is_of_8_bits else part)
     return torch.cat(numbers, dim=1)
 
 
@@ -137,12 +145,19 @@ def _quantized(weights: Tensor) -> Tensor:
     is_finite = (weights.abs() <= 2.0**126).all(1, keepdim=True)
     spread = greatest - least
     is_constant = spread < 2.0**-100
+
+    # The scale has 16 significant bits.
     bits = (spread * torch.tensor(1 / _TOP)).view(torch.int32)
-    scale = ((bits + 0x80) & ~0xFF).view(torch.float32)  # 16 significant bits
+    scale = ((bits + 0x80) & ~0xFF).view(torch.float32)
     inverse = torch.where(is_constant, 0.0, _UNIT / scale)
-    steps = ((weights - least) * inverse).clamp(max=_TOP * _UNIT)
-    steps = torch.where(is_finite, steps, _TOP * _UNIT).to(torch.int32)
+
+    most_steps = _TOP * _UNIT
+    steps = ((weights - least) * inverse).clamp(max=most_steps)
+    steps = torch.where(is_finite, steps, most_steps).to(torch.int32)
     codes = ((steps + _UNIT // 2) >> 16).to(torch.uint8)
-    grid = torch.cat([torch.where(is_constant, 0.0, scale), least + 0.0], dim=1)
+
+    scale = torch.where(is_constant, 0.0, scale)
+    bias = least + 0.0  # without a negative zero
+    grid = torch.cat([scale, bias], dim=1)
     grid = torch.where(is_finite, grid, torch.nan)
     return torch.cat([codes, grid.view(torch.uint8)], dim=1)

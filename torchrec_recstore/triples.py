@@ -85,7 +85,8 @@ def nearest_to_torch(number: str) -> Triple:
     """The triple with the newest torch that is not newer than ``number``; the default
     triple if all are newer.
     """
-    older = [triple for triple in TRIPLES if release(triple.torch) <= release(number)]
+    newest = release(number)
+    older = [triple for triple in TRIPLES if release(triple.torch) <= newest]
     return older[-1] if older else DEFAULT
 
 

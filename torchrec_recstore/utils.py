@@ -25,6 +25,16 @@ _TORCHREC = ("torchrec", "fbgemm_gpu")
 _of_this_process: weakref.WeakSet[object] = weakref.WeakSet()
 
 
+def ceil_div(dividend: int, divisor: int) -> int:
+    """Returns a quotient, rounded up."""
+    return -(-dividend // divisor)
+
+
+def aligned(size: int, alignment: int) -> int:
+    """Returns the least multiple of ``alignment`` that is not less than ``size``."""
+    return ceil_div(size, alignment) * alignment
+
+
 def lazy_names(
     package: str,
     modules: Mapping[str, str],
@@ -66,7 +76,8 @@ def lazy_names(
         if name in plugins:
             value = getattr(plugin(plugins[name]), name)
         elif name in modules:
-            value = getattr(_imported(f"{package}.{modules[name]}", name), name)
+            module = _imported(f"{package}.{modules[name]}", name)
+            value = getattr(module, name)
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         namespace[name] = value

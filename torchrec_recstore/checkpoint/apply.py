@@ -387,12 +387,16 @@ def moved_last_steps(
     steps, times = _ticks(saved.times)
     # All steps before a tick's step were made before its time, and all steps before the
     # save.
-    ends = torch.cat([times, torch.tensor([saved.times[1]])])
-    made_before = ends[torch.searchsorted(steps, last_step, right=True)]
-    current_steps, current_times = _ticks(current.times)
+    save_time = torch.tensor([saved.times[1]])
+    ends = torch.cat([times, save_time])
+    next_ticks = torch.searchsorted(steps, last_step, right=True)
+    made_before = ends[next_ticks]
+
     # The steps from a tick's step on were made at its time or later.
+    current_steps, current_times = _ticks(current.times)
+    first_step = torch.zeros(1, dtype=torch.int64)
+    starts = torch.cat([first_step, current_steps])
     earlier_ticks = torch.searchsorted(current_times, made_before, right=True)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), current_steps])
     return moved.maximum(starts[earlier_ticks]).clamp(0, current.steps)
 
 
@@ -401,5 +405,6 @@ def _ticks(times: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
     They are in ascending order.
     """
-    pairs = torch.tensor(times[_TIMES_HEADER:], dtype=torch.int64).view(-1, 2)
-    return pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+    pairs = torch.tensor(times[_TIMES_HEADER:], dtype=torch.int64)
+    steps, tick_times = pairs.view(-1, 2).unbind(dim=1)
+    return steps.contiguous(), tick_times.contiguous()

@@ -184,9 +184,10 @@ def nonfinite_rows(chain: Sequence[CheckpointInfo], name: str) -> int:
         is_finite = torch.ones(len(_ids(parts)), dtype=torch.bool)
         for part in parts:
             for key, tensor in part.rows.items():
-                if key not in STAMPS:
-                    cells = values(tensor).isfinite().view(len(tensor), -1)
-                    is_finite &= cells.all(1)
+                if key in STAMPS:
+                    continue
+                cells = values(tensor).isfinite()
+                is_finite &= cells.view(len(tensor), -1).all(dim=1)
         count += int((~is_finite).sum())
     return count
 
@@ -246,10 +247,14 @@ def _changes(first: Tensor, second: Tensor) -> tuple[Tensor, float]:
     """
     if first.dtype == second.dtype:
         bits = _BITS[first.element_size()]
-        differs = first.contiguous().view(bits) != second.contiguous().view(bits)
+        first_bits = first.contiguous().view(bits)
+        second_bits = second.contiguous().view(bits)
+        differs = first_bits != second_bits
     else:
         differs = first.double() != second.double()
-    changes = (first[differs].double() - second[differs].double()).abs()
+    before = first[differs].double()
+    after = second[differs].double()
+    changes = (before - after).abs()
     largest = float(changes.max()) if len(changes) else 0.0
     if differs.dim() == 2:
         differs = differs.any(dim=1)
@@ -258,7 +263,8 @@ def _changes(first: Tensor, second: Tensor) -> tuple[Tensor, float]:
 
 def _grow(largest: dict[str, float], key: str, change: float) -> None:
     """Keeps the larger one of the changes; NaN is larger than any number."""
-    changes = torch.tensor([largest.get(key, 0.0), change], dtype=torch.float64)
+    earlier_change = largest.get(key, 0.0)
+    changes = torch.tensor([earlier_change, change], dtype=torch.float64)
     largest[key] = float(changes.max())
 
 

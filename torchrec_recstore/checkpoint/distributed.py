@@ -411,13 +411,17 @@ def _sized(
             state[key] = states
         elif isinstance(value, dict):
             yield from _sized(value, f"{name}.", saved)
-        elif name in saved and (f"{key}_rows" in state or f"{name}_id" in saved):
-            if state.pop(f"{key}_rows", None) is None:
+        elif name in saved:
+            saved_ids = saved.get(f"{name}_id")
+            row_count = state.pop(f"{key}_rows", None)
+            if saved_ids is None and row_count is None:
+                continue  # no RecStore table, neither here nor there
+            if row_count is None:
                 yield state, key, value
             state.pop(f"{key}_id", None)
             state[key] = _empty(saved[name])
-            if f"{name}_id" in saved:
-                state[f"{key}_id"] = _empty(saved[f"{name}_id"])
+            if saved_ids is not None:
+                state[f"{key}_id"] = _empty(saved_ids)
 
 
 def _empty(entry: TensorStorageMetadata) -> Tensor:

@@ -103,10 +103,13 @@ class SavedTensors:
 
         Reads of other ranges would read some pieces repeatedly.
         """
-        pieces: set[tuple[int, int]] = set()
+        ranges: set[range] = set()
         for chunk in self.saved[key].chunks:
-            pieces.add((chunk.offsets[0], chunk.sizes[0]))
-        return [range(begin, begin + size) for begin, size in sorted(pieces) if size]
+            begin = chunk.offsets[0]
+            size = chunk.sizes[0]
+            if size:
+                ranges.add(range(begin, begin + size))
+        return sorted(ranges, key=lambda rows: (rows.start, rows.stop))
 
     def read(
         self,
@@ -128,8 +131,11 @@ class SavedTensors:
                 (len(read_rows), *width),
                 dtype=self.saved[key].properties.dtype,
             )
-            offsets = torch.Size([read_rows.start, *[0] * len(width)])
-            chunk = ChunkStorageMetadata(offsets, tensors[key].size())
+            first_columns = [0] * len(width)
+            chunk = ChunkStorageMetadata(
+                offsets=torch.Size([read_rows.start, *first_columns]),
+                sizes=tensors[key].size(),
+            )
             items += create_read_items_for_chunk_list(key, self.saved[key], [chunk])
         self._reader.read_data(LoadPlan(items), _Into(tensors)).wait()
         return {name: tensors[key] for name, key in keys.items()}
@@ -287,11 +293,7 @@ class SavedTable:
         for name, key in self._states.items():
             if name in names:
                 state_keys[name] = key
-        starts = [0]
-        if state_keys and self._without_state is None:
-            columns_key = {"columns": self._states["columns"]}
-            starts = self._tensors.read(columns_key)["columns"].tolist()
-        shard_columns = [range(*ends) for ends in pairwise([*starts, self._dim])]
+        shard_columns = self._column_shards(has_state=bool(state_keys))
         ids_key = self._weights.get("weight_id", self._weights["weight"])
         for piece in self._tensors.row_ranges(ids_key):
             rows = self._tensors.read(self._weights, piece)
@@ -308,6 +310,17 @@ class SavedTable:
             for number, columns in enumerate(shard_columns):
                 parts.append(self._part(ids, number, columns, rows["weight"], states))
             yield parts
+
+    def _column_shards(self, *, has_state: bool) -> list[range]:
+        """Returns the columns of each saved column shard; one shard without a state."""
+        starts = [0]
+        if has_state and self._without_state is None:
+            columns_key = {"columns": self._states["columns"]}
+            starts = self._tensors.read(columns_key)["columns"].tolist()
+        shards = []
+        for start, end in pairwise([*starts, self._dim]):
+            shards.append(range(start, end))
+        return shards
 
     def _part(
         self,
@@ -331,5 +344,6 @@ class SavedTable:
             if kind == "element":
                 rows[name] = states[name][:, cut]
             else:
-                rows[name] = states[name].view(len(ids), -1)[:, number]
+                by_column_shard = states[name].view(len(ids), -1)
+                rows[name] = by_column_shard[:, number]
         return Part(ids, columns, rows)

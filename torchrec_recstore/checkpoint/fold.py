@@ -83,7 +83,9 @@ class FoldedTable:
         self.columns = common_columns(name, chain) if columns is None else columns
         self.states = state_names(newest.optimizer)
         self._dtype = getattr(torch, newest.dtype)
-        self._row_bytes = newest.dim * 4 * (1 + len(self.states)) + 24  # The maximum.
+        # The maximum: float32 weights and element-wise states, the id and the stamps.
+        columns_bytes = newest.dim * 4
+        self._row_bytes = columns_bytes * (1 + len(self.states)) + 24
         self._runs: list[_Run] = []
         self._removals: list[_Removal] = []
         self._name = name
@@ -111,9 +113,11 @@ class FoldedTable:
 
         The result is None if no rows are left.
         """
+        if not self._runs:
+            return None
         window_rows = _WINDOW_BYTES // self._row_bytes
-        run_rows = max(_LEAST_ROWS, window_rows // max(1, len(self._runs)))
-        return min((run.bound(run_rows) for run in self._runs), default=None)
+        run_rows = max(_LEAST_ROWS, window_rows // len(self._runs))
+        return min(run.bound(run_rows) for run in self._runs)
 
     def take(self, bound: int) -> list[Part]:
         """Reads the rows up to a bound: a part for each range of columns.
@@ -123,6 +127,7 @@ class FoldedTable:
         """
         if not self._runs:
             return []
+
         # From each run its ids, its level for each id, and its parts.
         run_ids = []
         run_levels = []
@@ -133,6 +138,8 @@ class FoldedTable:
             run_levels.append(torch.full_like(ids, run.level))
             run_parts.append([self._as_newest(part, run.level) for part in parts])
         self._runs = [run for run in self._runs if run.has_rows]
+
+        # Of the rows of an id, the newest one comes first, and only it is kept.
         ids, order = torch.cat(run_ids).sort(stable=True)
         levels = torch.cat(run_levels)[order]
         is_repeated = ids[1:] == ids[:-1]
@@ -140,8 +147,10 @@ class FoldedTable:
         is_kept = torch.ones_like(ids, dtype=torch.bool)
         is_kept[1:] = ~is_repeated
         for removal in self._removals:
-            is_kept &= (levels >= removal.level) | removal.stays(ids)
+            is_newer = levels >= removal.level
+            is_kept &= is_newer | removal.stays(ids)
         order = order[is_kept]
+
         self._rows += len(order)
         self._check_end()
         window = []
@@ -196,7 +205,8 @@ def together(
         bounds = [bound for bound in (first_bound, second_bound) if bound is not None]
         if not bounds:
             return
-        yield first.take(min(bounds)), second.take(min(bounds))
+        bound = min(bounds)
+        yield first.take(bound), second.take(bound)
 
 
 class _Run:
@@ -256,12 +266,15 @@ class _Removal:
     def stays(self, ids: Tensor) -> Tensor:
         """Returns whether each id remains: (N,) bool for (N,) ids in ascending order."""
         is_listed = torch.zeros_like(ids, dtype=torch.bool)
-        for part, listed in self._listed:
-            if not len(ids) or part.first_id > ids[-1] or ids[0] > part.last_id:
-                continue
-            begin = torch.searchsorted(listed, ids[0])
-            end = torch.searchsorted(listed, ids[-1], right=True)
-            is_listed |= among(ids, listed[begin:end])
+        if len(ids):
+            first_id = ids[0]
+            last_id = ids[-1]
+            for part, listed in self._listed:
+                if part.last_id < first_id or part.first_id > last_id:
+                    continue
+                begin = torch.searchsorted(listed, first_id)
+                end = torch.searchsorted(listed, last_id, right=True)
+                is_listed |= among(ids, listed[begin:end])
         return is_listed if self._lists_those_that_stay else ~is_listed
 
 

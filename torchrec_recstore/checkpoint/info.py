@@ -204,9 +204,10 @@ def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -
     }
     text = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
     checksum = xxhash.xxh3_128_hexdigest(text)
-    # The text ends with the zeros, which the checksum replaces, and '"\n}\n'.
-    head = text[: -len(_NO_CHECKSUM) - 4]
-    write_synced(directory / METADATA, head + checksum.encode() + text[-4:])
+    # The checksum replaces the zeros, after which the text has only '"\n}\n'.
+    end = text[-4:]
+    head = text[: -len(_NO_CHECKSUM) - len(end)]
+    write_synced(directory / METADATA, head + checksum.encode() + end)
     return checksum
 
 
@@ -259,7 +260,8 @@ def _checksum(text: bytes) -> str | None:
     if saved is None:
         return None
     begin, end = saved.span(1)
-    checksum = xxhash.xxh3_128_hexdigest(text[:begin] + _NO_CHECKSUM + text[end:])
+    hashed_text = text[:begin] + _NO_CHECKSUM + text[end:]
+    checksum = xxhash.xxh3_128_hexdigest(hashed_text)
     return checksum if saved[1].decode() == checksum else None
 
 
@@ -413,7 +415,8 @@ def _check_info(info: CheckpointInfo) -> None:
     if TRAINING_STATE in info.files:
         counts[TRAINING_STATE] += 1
     for table in info.tables.values():
-        counts.update(part.file for part in (*table.parts, *table.removed))
+        for part in (*table.parts, *table.removed):
+            counts[part.file] += 1
         counts.update(table.sightings)
     for file, count in counts.items():
         if file not in info.files:
@@ -441,21 +444,14 @@ def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> Non
     first_columns = table.columns[0]
     _check_parts(table_name, table.parts, table.columns, info.world_size)
     _check_parts(table_name, table.removed, [first_columns], info.world_size)
-    # The number of parts with the same rows, which is that of each column shard.
-    blocks: dict[tuple[int, int], Counter[tuple[int, int, int]]] = {}
-    for columns in table.columns:
-        blocks[columns] = Counter()
+    _check_blocks(table_name, table)
+    rows = 0
     for part in table.parts:
-        blocks[part.columns][part.block] += 1
-    for columns in table.columns:
-        for part in table.parts:
-            if blocks[columns][part.block] != blocks[first_columns][part.block]:
-                raise CheckpointError(
-                    f"{table_name} has no part of the columns {columns} for the rows of"
-                    f" {part.file}"
-                )
-    rows = sum(part.rows for part in table.parts if part.columns == first_columns)
-    if rows > table.rows or (info.delta_of is None and rows != table.rows):
+        if part.columns == first_columns:
+            rows += part.rows
+    # A delta lacks the rows of its base that have not changed.
+    is_complete = rows == table.rows
+    if rows > table.rows or (info.delta_of is None and not is_complete):
         raise CheckpointError(
             f"{table_name} has {table.rows} rows, and its parts have {rows}"
         )
@@ -469,6 +465,23 @@ def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> Non
             f"{table_name} has {table.rows} rows, and its files list {listed} ids that"
             " stay"
         )
+
+
+def _check_blocks(table_name: str, table: TableInfo) -> None:
+    """Refuses a block of rows for which a column shard has no part."""
+    # How many parts each column shard has of each block.
+    part_counts: Counter[tuple[object, object]] = Counter()
+    for part in table.parts:
+        part_counts[part.columns, part.block] += 1
+    first_columns = table.columns[0]
+    for columns in table.columns:
+        for part in table.parts:
+            count = part_counts[columns, part.block]
+            if count != part_counts[first_columns, part.block]:
+                raise CheckpointError(
+                    f"{table_name} has no part of the columns {columns} for the rows of"
+                    f" {part.file}"
+                )
 
 
 def _check_columns(table_name: str, table: TableInfo) -> None:
@@ -500,7 +513,8 @@ def _check_parts(
                 f"{table_name} has no shard of rank {part.rank} and columns"
                 f" {part.columns}: {part.file}"
             )
-        if part.rows < 1 or part.rows - 1 > part.last_id - part.first_id:
+        most_rows = part.last_id - part.first_id + 1
+        if not 1 <= part.rows <= most_rows:
             raise CheckpointError(
                 f"{table_name}: {part.file} cannot have {part.rows} ids in its range"
             )

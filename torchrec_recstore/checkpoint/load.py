@@ -228,7 +228,10 @@ def _check_rows(
     for rank_counts in all_gathered(local_counts, env):
         for name, count in rank_counts:
             total = rows.get(name, 0)
-            rows[name] = None if total is None or count is None else total + count
+            if total is None or count is None:
+                rows[name] = None
+            else:
+                rows[name] = total + count
     with refused_together(env):
         if env.rank == 0:
             for name in sorted(rows):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -110,12 +111,10 @@ def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
     The ids of a rank's blocks ascend.
     """
     table = info.tables[name]
-    parts_by_block: dict[tuple[int, int, int], list[PartInfo]] = defaultdict(list)
-    for part in table.parts:
-        parts_by_block[part.block].append(part)
+    in_order = sorted(table.parts, key=lambda part: (part.block, part.columns))
     by_rank: dict[int, list[Block]] = defaultdict(list)
-    for _, parts in sorted(parts_by_block.items()):
-        parts.sort(key=lambda part: part.columns)
+    for _, parts_of_block in groupby(in_order, key=lambda part: part.block):
+        parts = list(parts_of_block)
         if [part.columns for part in parts] != sorted(table.columns):
             raise CheckpointError(
                 f"{info.path}: table {name!r} has no part of a column shard for some"
@@ -172,7 +171,7 @@ def _checked(
     ids = torch.empty(0)
     if "ids" in file.keys():  # noqa: SIM118
         ids = file.get_tensor("ids")
-    if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) != part.rows:
+    if ids.dtype != torch.int64 or ids.shape != (part.rows,):
         raise CheckpointError(
             f"{path} has ids of shape {tuple(ids.shape)}, and metadata.json says"
             f" {part.rows}"
@@ -180,8 +179,8 @@ def _checked(
     first_id = int(ids[0])
     last_id = int(ids[-1])
     has_ends = first_id == part.first_id and last_id == part.last_id
-    is_ascending = bool((ids[1:] > ids[:-1]).all())
-    if not has_ends or not is_ascending:
+    ascends = ids[1:] > ids[:-1]
+    if not has_ends or not ascends.all():
         raise CheckpointError(
             f"{path} does not have the ids from {part.first_id} to {part.last_id}, each"
             " once"
@@ -194,7 +193,9 @@ def _check_shapes(path: Path, part: PartInfo, table: TableInfo, file: Any) -> No
     dtype = getattr(torch, table.dtype)
     expected = {"weight": [part.rows, stored_columns(dtype, columns)]}
     for name, kind in state_names(table.optimizer).items():
-        expected[name] = [part.rows, columns] if kind == "element" else [part.rows]
+        expected[name] = [part.rows]
+        if kind == "element":
+            expected[name].append(columns)
     for name in STAMPS:
         expected[name] = [part.rows]
     shapes = {}

@@ -263,9 +263,10 @@ def _quantiles(measured: Tensor) -> dict[float, float]:
         return {}
     ascending = measured.sort().values
     quantiles = {}
+    last = len(ascending) - 1
     for fraction in _QUANTILES:
-        position = min(len(ascending) - 1, int(fraction * len(ascending)))
-        quantiles[fraction] = float(ascending[position])
+        position = int(fraction * len(ascending))
+        quantiles[fraction] = float(ascending[min(position, last)])
     return quantiles
 
 

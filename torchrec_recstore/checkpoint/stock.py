@@ -35,6 +35,8 @@ from torchrec_recstore.sharders.row_state import WEIGHTS, check_not_shared, repl
 from torchrec_recstore.store import TableState
 
 _Key = TypeVar("_Key", bound=Hashable)
+_TensorKind = tuple[tuple[int, ...], torch.dtype]
+"""The shape and the data type of a tensor."""
 # The optimizers whose step depends on the number of updates.
 _STOCK = (optim.SGD, optim.Adagrad, optim.Adam)
 _CHUNK = 1 << 18  # rows with their states
@@ -258,12 +260,11 @@ def load_stock_state_dict(
         if optimizer_state_dict is not None:
             new_states = optimizer_state_dict["state"]
             for key, table in tables.items():
-                starts = {offsets[1] for offsets, _ in _local_parts(state_dict[key])}
                 row_states[key] = _checked_states(
                     table,
                     new_states.get(key, {}),
                     len(plain[key]),
-                    sorted(starts),
+                    _column_starts(state_dict[key]),
                     optimizer_steps,
                 )
             stock_keys = fused_states.keys() - tables
@@ -344,6 +345,14 @@ def _local_parts(value: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         yield (0,) * value.dim(), value.detach()
 
 
+def _column_starts(weight: Any) -> list[int]:
+    """Returns the first column of each column shard of a table's weights."""
+    starts: set[int] = set()
+    for offsets, _ in _local_parts(weight):
+        starts.add(offsets[1])
+    return sorted(starts)
+
+
 def to_plain(key: str, value: Any) -> Tensor:
     """Returns a plain tensor for a sharded one.
 
@@ -364,14 +373,14 @@ def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]
     """Gathers plain tensors from the parts of all ranks, on every rank. Collective."""
     # A rank without a part of a tensor may lack its key, which is the case in
     # TorchRec's optimizer states.
-    local_sizes: dict[_Key, tuple[tuple[int, ...], torch.dtype]] = {}
+    local_kinds: dict[_Key, _TensorKind] = {}
     for key, value in values.items():
-        local_sizes[key] = (tuple(value.size()), value.dtype)
-    sizes: dict[_Key, tuple[tuple[int, ...], torch.dtype]] = {}
-    for rank_sizes in all_gathered(local_sizes, env):
-        sizes.update(rank_sizes)
+        local_kinds[key] = (tuple(value.size()), value.dtype)
+    kinds: dict[_Key, _TensorKind] = {}
+    for rank_kinds in all_gathered(local_kinds, env):
+        kinds.update(rank_kinds)
     plain: dict[_Key, Tensor] = {}
-    for key, (size, dtype) in sizes.items():
+    for key, (size, dtype) in kinds.items():
         if key in values:
             plain[key], _ = _filled(values[key])
         else:
@@ -427,11 +436,10 @@ def _stock_names(table: ModelTable) -> dict[str, str]:
     optimizer = table.state.optimizer
     names = list(optim.state_names(optimizer))
     has_momentum = isinstance(optimizer, optim.SGD) and bool(names)
-    if (
-        has_momentum
-        or isinstance(optimizer, optim.AdamW)
-        or not isinstance(optimizer, _STOCK)
-    ):
+    is_of_stock = isinstance(optimizer, _STOCK) and not isinstance(
+        optimizer, optim.AdamW
+    )
+    if has_momentum or not is_of_stock:
         raise ValueError(
             f"table {table.name!r}: TorchRec's fused tables have no optimizer"
             f" {optimizer}"
@@ -508,7 +516,8 @@ def _check_keys(label: str, keys: Iterable[str], expected: Iterable[str]) -> Non
 
 def _first_three(keys: Sequence[str]) -> str:
     listed = ", ".join(keys[:3])
-    return f"{listed} and {len(keys) - 3} more" if len(keys) > 3 else listed
+    more = len(keys) - 3
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
 def _env(tables: Iterable[ModelTable]) -> ShardingEnv:
@@ -558,15 +567,20 @@ def _checked_pairs(
         _check_keys(label, new_states.get(key, {}), states)
         for name, value in states.items():
             plain = to_plain(name, new_states[key][name])
-            is_row_wise = plain.dim() == 1 and value.dim() == 1
-            # The row-wise states of C column shards are C times as long.
-            is_multiple = (
-                is_row_wise and len(plain) > 0 and value.size()[0] % len(plain) == 0
-            )
-            if not is_multiple:
+            if not _is_row_wise_multiple(value, plain):
                 _check_shape(name, plain, value)
             pairs.append((value, plain))
     return pairs
+
+
+def _is_row_wise_multiple(value: Any, plain: Tensor) -> bool:
+    """Returns whether a state has the length of C row-wise states, for some C.
+
+    The row-wise states of C column shards are C times as long as that of the table.
+    """
+    if plain.dim() != 1 or value.dim() != 1 or len(plain) == 0:
+        return False
+    return bool(value.size()[0] % len(plain) == 0)
 
 
 def _check_shape(key: str, value: Any, model_value: Any) -> None:
@@ -602,7 +616,8 @@ def _counted_tables(
         for shard in table.state.shards:
             if shard.table.columns.start == 0:
                 ids = shard.table.ids()
-                n_outside += int(((ids < 0) | (ids >= rows)).sum())
+                is_outside = (ids < 0) | (ids >= rows)
+                n_outside += int(is_outside.sum())
         outside = sum(all_gathered(n_outside, table.state.env))
         if outside and not leave_out:
             raise ValueError(
@@ -618,15 +633,19 @@ def _exported(
     kinds: Mapping[str, optim.StateKind],
 ) -> dict[str, Tensor]:
     """Returns the weights or the optimizer states of the ids below ``num_rows``."""
-    sizes = {"element": (num_rows, table.dim), "row": (num_rows,)}
     # Cells of other ranks' shards stay 0.
-    dense = {name: torch.zeros(sizes[kind]) for name, kind in kinds.items()}
+    dense: dict[str, Tensor] = {}
+    for name, kind in kinds.items():
+        shape = (num_rows, table.dim) if kind == "element" else (num_rows,)
+        dense[name] = torch.zeros(shape)
     for shard in table.state.shards:
         columns = shard.table.columns
+        cut = slice(columns.start, columns.stop)
+        share_of_columns = len(columns) / table.dim
         ids = shard.table.ids()
         ids = ids[shard.owned(ids)]  # A shared cold store contains rows of all ranks.
-        ids = ids[(ids >= 0) & (ids < num_rows)]
-        for part in torch.split(ids, _CHUNK):
+        is_exported = (ids >= 0) & (ids < num_rows)
+        for part in torch.split(ids[is_exported], _CHUNK):
             if "weight" in kinds:
                 weights = shard.table.lookup(part)
                 rows = {"weight": weights.float()}
@@ -634,10 +653,10 @@ def _exported(
                 rows = shard.table.read_rows(part)
             for name, kind in kinds.items():
                 if kind == "element":
-                    dense[name][part, columns.start : columns.stop] = rows[name]
+                    dense[name][part, cut] = rows[name]
                 else:
                     # the column-weighted mean of the column shards
-                    dense[name][part] += rows[name] * (len(columns) / table.dim)
+                    dense[name][part] += rows[name] * share_of_columns
     for value in dense.values():
         _summed(value, table.state.env)
     return dense

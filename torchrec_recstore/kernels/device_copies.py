@@ -137,15 +137,17 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     # Elements of 8 bytes come first, so that each part begins where its dtype may
     # begin.
     order = sorted(range(len(tensors)), key=lambda number: -tensors[number].itemsize)
-    words = [
-        tensors[number].detach().contiguous().view(torch.int32) for number in order
-    ]
+    words = []
+    for number in order:
+        tensor = tensors[number].detach().contiguous()
+        words.append(tensor.view(torch.int32))
     all_words = Arriving(torch.cat(words)).wait()
     copies = list(tensors)
     first = 0
     for number, tensor_words in zip(order, words, strict=True):
         end = first + len(tensor_words)
-        copies[number] = all_words[first:end].view(tensors[number].dtype)
+        copy_words = all_words[first:end]
+        copies[number] = copy_words.view(tensors[number].dtype)
         first = end
     return copies
 

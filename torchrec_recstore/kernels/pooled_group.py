@@ -355,7 +355,8 @@ def weight_gradients(
     first_rows = [0] * len(rows)  # of the next feature of each table
     parts = [grad.new_empty(0)]
     for number, table in enumerate(feature_tables):
-        feature_offsets = offsets[number * bags : (number + 1) * bags + 1]
+        first_bag = number * bags
+        feature_offsets = offsets[first_bag : first_bag + bags + 1]
         first = first_rows[table]
         end = first + int(feature_offsets[-1] - feature_offsets[0])
         first_rows[table] = end
@@ -364,7 +365,8 @@ def weight_gradients(
         if scales is not None:
             grads_of_bags = grads_of_bags * scales[:, None]
         grads_of_ids = grads_of_bags[bag_of(feature_offsets)]
-        parts.append((rows[table][first:end].float() * grads_of_ids).sum(1))
+        rows_of_ids = rows[table][first:end].float()
+        parts.append((rows_of_ids * grads_of_ids).sum(1))
     return torch.cat(parts)
 
 
@@ -375,7 +377,8 @@ def bag_scales(offsets: Tensor, pooling: Literal["sum", "mean"]) -> Tensor | Non
     """
     if pooling == "sum":
         return None
-    return 1.0 / (offsets[1:] - offsets[:-1]).clamp(min=1).float()
+    lengths = offsets[1:] - offsets[:-1]
+    return 1.0 / lengths.clamp(min=1).float()
 
 
 def bag_of(offsets: Tensor) -> Tensor:

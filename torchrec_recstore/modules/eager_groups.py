@@ -148,7 +148,8 @@ class EagerGroups:
         """Prepares a batch for :meth:`bags`, with the same arguments."""
         features = [tables[number] for number in feature_tables]
         counts = [end - first for _, first, end in _parts(features, bags.offsets)]
-        self._pooled_group(tables, feature_tables, pooling).prefetch(bags.ids, counts)
+        group = self._pooled_group(tables, feature_tables, pooling)
+        group.prefetch(bags.ids, counts)
 
     def prefetch_rows(
         self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int]
@@ -315,7 +316,9 @@ def _parts(
 ) -> Iterator[tuple[EagerTable, int, int]]:
     """Yields each feature's table, and where the feature's ids begin and end."""
     bags = (len(offsets) - 1) // len(features)
-    bounds = offsets[::bags].tolist() if bags else [0] * (len(features) + 1)
+    bounds = [0] * (len(features) + 1)
+    if bags:
+        bounds = offsets[::bags].tolist()
     return zip(features, bounds[:-1], bounds[1:], strict=True)
 
 

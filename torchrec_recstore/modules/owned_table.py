@@ -188,16 +188,23 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weight = _plain_tensor("weight", state["weight"])
     rows = weight.shape[0] if weight.dim() else 0
     floats = {"weight": "element", **state_names(table.optimizer)}
-    of_table = {
-        key: _plain_tensor(key, state[key]) for key in STATE_KEYS if key in state
-    }
+    of_table = {}
+    for key in STATE_KEYS:
+        if key in state:
+            of_table[key] = _plain_tensor(key, state[key])
     checked = TableState.from_tensors(of_table).tensors()
     for key in [*floats, "weight_id", "last_step", frequency_key(table.options)]:
-        shape = (rows, table.dim) if floats.get(key) == "element" else (rows,)
+        shape: tuple[int, ...] = (rows,)
+        if floats.get(key) == "element":
+            shape = (rows, table.dim)
         if key in state:
-            value = _plain_tensor(key, state[key]).detach().to("cpu")
+            value = _plain_tensor(key, state[key])
             checked[key] = _checked_column(
-                table, key, value, shape, is_float=key in floats
+                table,
+                key,
+                value.detach().to("cpu"),
+                shape,
+                is_float=key in floats,
             )
         elif key == "weight_id":
             checked[key] = torch.arange(rows)

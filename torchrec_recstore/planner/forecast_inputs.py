@@ -388,7 +388,8 @@ def sample_statistics(
         rows = _distinct(batches, features)
         growth = None
         if later:
-            growth = (rows - _distinct(batches[:-later], features)) / steps
+            rows_before = _distinct(batches[:-later], features)
+            growth = (rows - rows_before) / steps
         statistics[name] = replace(measured, rows=rows, rows_per_step=growth)
     return statistics
 

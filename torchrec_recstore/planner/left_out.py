@@ -142,7 +142,8 @@ def _left_out(
             continue
         processed = kind if kind is FeatureProcessedEmbeddingBagCollection else None
         for name, grandchild in child.named_children():
-            pending.append((f"{path}.{name}" if path else name, grandchild, processed))
+            child_path = f"{path}.{name}" if path else name
+            pending.append((child_path, grandchild, processed))
 
 
 def _dense_bytes(config: BaseEmbeddingConfig) -> int:

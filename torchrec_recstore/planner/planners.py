@@ -583,7 +583,8 @@ def assumed(
         source = _source(table_options, rows, measured)
         ranks = []
         for shard in option.shards:
-            ranks.append(f"rank {shard.rank}: {shard.storage.ddr / 2**30:.3f} GiB")
+            size_gib = shard.storage.ddr / 2**30
+            ranks.append(f"rank {shard.rank}: {size_gib:.3f} GiB")
         lines.append(
             f"RecStore table {name!r}: {rows:,} resident rows assumed ({source});"
             f" {', '.join(ranks)}"
@@ -622,10 +623,11 @@ def _copied(
                 up[shard.rank] += round(bus_bytes.up)
     lines = []
     for rank in sorted(down):
+        down_mib = down[rank] / 2**20
+        up_mib = up[rank] / 2**20
         lines.append(
-            f"RecStore tables of rank {rank} copy in a step"
-            f" {down[rank] / 2**20:.3f} MiB to the host and {up[rank] / 2**20:.3f} MiB"
-            f" to {topology.compute_device}"
+            f"RecStore tables of rank {rank} copy in a step {down_mib:.3f} MiB to the"
+            f" host and {up_mib:.3f} MiB to {topology.compute_device}"
         )
     return lines
 

@@ -35,6 +35,10 @@ gloo on an AMD EPYC (Zen 5) with torch 2.13 and TorchRec 1.8.
 """
 
 _LEAST_GAIN = 1e-3  # A change for less is not worth another plan.
+# The columns of the load of each rank, see _Cost.load().
+_LOOKUPS = 0
+_EXCHANGES = slice(1, -2)
+_MEMORY = slice(-2, None)
 
 
 def check_sharding_type_ms(milliseconds: Mapping[str, float]) -> None:
@@ -139,7 +143,7 @@ def _of_one_type(
     lookup_ms: dict[str, float] = {}
     for table in tables:
         load = cost.load({table: _Place(sharding_type, (0,))})
-        lookup_ms[table] = float(load[0, 0])
+        lookup_ms[table] = float(load[0, _LOOKUPS])
     places = {}
     for table in sorted(tables, key=lambda name: -lookup_ms[name]):
         best: dict[str, _Place] | None = None
@@ -268,26 +272,30 @@ class _Cost:
 
         ``load`` is that of the places.
         """
-        exchanged = load[:, 1:-2].view(self.ranks, len(COLLECTIVES), 2)
-        rank_ms = self._fixed_ms + load[:, 0] + exchanged.amax(2).sum(1)
+        # A rank sends and receives at the same time.
+        exchanged_ms = load[:, _EXCHANGES].view(self.ranks, len(COLLECTIVES), 2)
+        collectives_ms = exchanged_ms.amax(dim=2).sum(dim=1)
+        rank_ms = self._fixed_ms + load[:, _LOOKUPS] + collectives_ms
         types = set(self._fixed_types)
         for table, place in places.items():
             option = self.choices[table, place.sharding_type]
             types.add((option.path, option.sharding_type))
-        types_ms = sum(
-            self._type_ms.get(sharding_type, 0.0) for _, sharding_type in types
-        )
+        types_ms = 0.0
+        for _, sharding_type in types:
+            types_ms += self._type_ms.get(sharding_type, 0.0)
         return float(rank_ms.max()) + types_ms, int(rank_ms.argmax())
 
     def fits(self, load: Tensor) -> bool:
         """Returns whether every rank has the memory."""
-        return bool((load[:, -2:] <= self._free_bytes).all())
+        has_memory = load[:, _MEMORY] <= self._free_bytes
+        return bool(has_memory.all())
 
     def load(self, places: Mapping[str, _Place]) -> Tensor:
         """Returns what tables cost each rank together, (R, 1 + 2C + 2) float64.
 
-        The columns are the milliseconds of lookups, those of sending and of receiving
-        with each of C collectives, and the bytes of host and device memory.
+        The columns are the milliseconds of lookups (``_LOOKUPS``), those of sending and
+        of receiving with each of C collectives (``_EXCHANGES``), and the bytes of host
+        and device memory (``_MEMORY``).
         """
         total = self._no_load()
         for table, place in places.items():
@@ -295,7 +303,8 @@ class _Cost:
         return total
 
     def _no_load(self) -> Tensor:
-        return torch.zeros(self.ranks, 3 + 2 * len(COLLECTIVES), dtype=torch.float64)
+        columns = 1 + 2 * len(COLLECTIVES) + 2
+        return torch.zeros(self.ranks, columns, dtype=torch.float64)
 
     def _table_load(self, table: str, place: _Place) -> Tensor:
         if (table, place) in self._loads:
@@ -303,8 +312,8 @@ class _Cost:
         option = self.choices[table, place.sharding_type]
         load = self._no_load()
         for shard, rank in zip(option.shards, place.ranks, strict=True):
-            load[rank, 0] += shard.perf.fwd_compute + shard.perf.bwd_compute
-            load[rank, -2:] += _bytes_of(shard.storage)
+            load[rank, _LOOKUPS] += shard.perf.fwd_compute + shard.perf.bwd_compute
+            load[rank, _MEMORY] += _bytes_of(shard.storage)
         placed = PlacedTable(
             place.sharding_type,
             place.ranks,
@@ -333,8 +342,9 @@ class _Cost:
                 send_ms = to_shards
                 receive_ms = from_shards
             size *= library_factor(name, self._device)
-            load[:, 1 + 2 * number] = size * send_ms
-            load[:, 2 + 2 * number] = size * receive_ms
+            send_column = _EXCHANGES.start + 2 * number
+            load[:, send_column] = size * send_ms
+            load[:, send_column + 1] = size * receive_ms
         self._loads[table, place] = load
         return load
 

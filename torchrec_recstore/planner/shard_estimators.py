@@ -64,6 +64,7 @@ from torchrec_recstore.torchrec_seams.planning import (
     default_backward_comms_ms,
     default_forward_comms_ms,
 )
+from torchrec_recstore.utils import ceil_div
 
 OVERHEAD_BYTES_PER_ROW = 32
 """The bytes of index, bookkeeping and alignment per row.
@@ -158,7 +159,7 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             states_bytes = state_bytes(optimizer, columns, itemsize)
             bytes_per_row = OVERHEAD_BYTES_PER_ROW + weight_bytes + states_bytes
             # The part of the rows that belongs to the shard, rounded up.
-            shard_rows = -(-rows * shard.size[0] // num_embeddings)
+            shard_rows = ceil_div(rows * shard.size[0], num_embeddings)
             io_storage = io_shard.storage
             ddr = io_storage.ddr
             ddr += shard_rows * bytes_per_row

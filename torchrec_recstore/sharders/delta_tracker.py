@@ -187,7 +187,10 @@ def _looked_up(
         strict=True,
     ):
         columns[config.name].append(elements.view(-1, len(table.columns)))
-    return {name: (ids[name], torch.cat(columns[name], dim=1)) for name in ids}
+    rows: dict[str, tuple[Tensor, Tensor | None]] = {}
+    for name, table_ids in ids.items():
+        rows[name] = (table_ids, torch.cat(columns[name], dim=1))
+    return rows
 
 
 def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:

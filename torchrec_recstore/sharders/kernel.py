@@ -67,6 +67,7 @@ from torchrec_recstore.torchrec_seams.models import (
     process_group,
     split_in_node,
 )
+from torchrec_recstore.utils import ceil_div
 
 # The number of batches that are kept, as many as the groups keep of prefetched
 # batches.
@@ -108,7 +109,7 @@ def _routing_of(
     ranks, rank = split
     # The block of RwSparseFeaturesDist and TwRwSparseFeaturesDist, torchrec 1.8.0.
     # math.ceil would round large numbers to float64.
-    ceil_of_quotient = -(-table.num_embeddings // ranks)
+    ceil_of_quotient = ceil_div(table.num_embeddings, ranks)
     is_hashed = table_options(table.fused_params).routing == "hash"
     return BlockRouting(ceil_of_quotient, ranks, rank, mixed=is_hashed)
 
@@ -232,9 +233,11 @@ def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
     counts = torch.tensor(bags)
     first_bags = counts.cumsum(0) - counts
     # A bag after a feature's last one begins where that one ends, so that it is empty.
-    bags_in_feature = torch.minimum(torch.arange(max(bags))[None], counts[:, None])
+    numbers = torch.arange(max(bags))
+    bags_in_feature = torch.minimum(numbers[None], counts[:, None])
     positions = (first_bags[:, None] + bags_in_feature).view(-1)
-    return offsets[torch.cat([positions, counts.sum()[None]])]
+    end = counts.sum()[None]
+    return offsets[torch.cat([positions, end])]
 
 
 def _rank_major(

@@ -229,7 +229,8 @@ class RowTensor(ShardedTensor):
         with refused_together(self._env):
             if out is None or ids is None or rows is None:
                 return
-            ids_outside = int(((ids < 0) | (ids >= len(out))).sum())
+            is_outside = (ids < 0) | (ids >= len(out))
+            ids_outside = int(is_outside.sum())
             if ids_outside:
                 raise ValueError(
                     f"{self._description} has {ids_outside} ids outside"
@@ -367,7 +368,8 @@ class ShardLayout:
             first_columns = self.column_shards[0]
             pieces = [piece for piece in pieces if piece.columns == first_columns]
         else:
-            size.append(places[self.column_shards[-1]].stop)
+            last_columns = self.column_shards[-1]
+            size.append(places[last_columns].stop)
         pieces = _pieces_with_rows(pieces)
         shards = []
         for piece in pieces:

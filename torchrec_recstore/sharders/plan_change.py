@@ -34,6 +34,7 @@ from torchrec_recstore.torchrec_seams.models import (
     is_in_pipeline,
     on_meta_device,
 )
+from torchrec_recstore.utils import ceil_div
 
 # The rows of a shard that are read, sent and written at a time.
 _MESSAGE_BYTES = 1 << 22
@@ -277,7 +278,9 @@ def _same(old: ParameterSharding, new: ParameterSharding) -> bool:
     # RecStore's entries are not compared.
     names = [field.name for field in fields(ParameterSharding)]
     names.append("options")
-    return all(getattr(old, name, None) == getattr(new, name, None) for name in names)
+    old_values = [getattr(old, name, None) for name in names]
+    new_values = [getattr(new, name, None) for name in names]
+    return old_values == new_values
 
 
 def _check_kernel(table: str, verb: str, sharding: ParameterSharding) -> None:
@@ -403,7 +406,10 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
     sources = _Place.of_all_ranks(old.shards, env)
     places = _Place.of_all_ranks(new.shards, env)
     # The shards of a group have the same ids; that of the first columns counts them.
-    rows = {place.routing: place.rows for place in sources if place.columns.start == 0}
+    rows: dict[BlockRouting | None, int] = {}
+    for place in sources:
+        if place.columns.start == 0:
+            rows[place.routing] = place.rows
     groups = list(rows)
     with refused_together(env):
         if any(place.rows != rows.get(place.routing) for place in sources):
@@ -423,7 +429,7 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
     is_bounded = new.options.max_rows is not None
     part_bytes = PART_BYTES if is_bounded else _MESSAGE_BYTES
     part_rows = rows_in(part_bytes, old.dim, sources[0].dtype, old.optimizer)
-    parts = [-(-rows[routing] // part_rows) for routing in groups]
+    parts = [ceil_div(rows[routing], part_rows) for routing in groups]
     received: list[_Message] = []
 
     def write_and_take(active: set[int], part: range) -> list[list[_Message]]:
@@ -467,7 +473,8 @@ def _rounds(parts: Sequence[int], *, one_group: bool) -> Iterator[tuple[set[int]
                 yield {group}, number
         return
     for number in range(max(parts, default=0)):
-        yield {group for group, count in enumerate(parts) if number < count}, number
+        groups = {group for group, count in enumerate(parts) if number < count}
+        yield groups, number
 
 
 class _Sender:
@@ -556,7 +563,9 @@ def _exchanged(
         device = torch.device("cuda")
     with refused_together(env):
         messages_to_ranks = take()
-        parts = [part for messages in messages_to_ranks for _, _, part in messages]
+        parts = []
+        for messages in messages_to_ranks:
+            parts += [part for _, _, part in messages]
         packed, part_sizes = Part.packed(parts)
         packed = packed.to(device)
     sent = _headers(messages_to_ranks, part_sizes)

@@ -251,17 +251,20 @@ def _row_wise(shard: LocalShard, source: WholeRows, starts: Sequence[int]) -> Te
     if source.is_sharded:
         # If the state has another column split than the model, there is no such place,
         # and rows() raises an error.
-        place = starts.index(columns.start) if columns.start in starts else len(starts)
+        place = len(starts)
+        if columns.start in starts:
+            place = starts.index(columns.start)
         return source.rows(shard, range(place, place + 1)).squeeze(1)
     values = source.rows(shard, range(len(starts)))
     covering: list[Tensor] = []
     widths: list[int] = []
     edges = pairwise([*starts, shard.table.dim])
     for place, (start, end) in enumerate(edges):
-        common = range(max(start, columns.start), min(end, columns.stop))
-        if common:
+        first_common = max(start, columns.start)
+        end_common = min(end, columns.stop)
+        if first_common < end_common:
             covering.append(values[:, place].contiguous())
-            widths.append(len(common))
+            widths.append(end_common - first_common)
     return column_weighted_mean(covering, widths)
 
 
@@ -338,8 +341,9 @@ def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
     """
     for shard in shards:
         rows = source.rows(shard, shard.table.columns)
+        new_ids = source.ids[owned_positions(shard, source.ids)]
         shard.table.remove(shard.table.ids())
-        shard.table.insert_all(source.ids[owned_positions(shard, source.ids)], rows)
+        shard.table.insert_all(new_ids, rows)
         ops.finish_updates()
         with ops.native_errors(f"table {shard.table.name!r}"):
             ops.table_set_optimizer_steps(shard.table.handle, 0)
@@ -535,9 +539,9 @@ class ModuleState:
         # the same order.
         parameters: dict[str, nn.Parameter] = {}
         states: dict[nn.Parameter, dict[str, RowState]] = {}
-        tables = {
-            self.weight_key("", name): table for name, table in self.tables.items()
-        }
+        tables: dict[str, RowState] = {}
+        for name, table in self.tables.items():
+            tables[self.weight_key("", name)] = table
         of_this_rank: dict[str, nn.Parameter] = {}
         for _, handle in reversed(optimizer.optimizers):
             of_this_rank.update(handle.params)
@@ -606,10 +610,10 @@ class ModuleState:
             return
         with refused_together(self.env):
             self.copies.check()
-        check_applied(
-            (shard.table for shards in self.shards.values() for shard in shards),
-            saves=True,
-        )
+        tables: list[Table] = []
+        for shards in self.shards.values():
+            tables += [shard.table for shard in shards]
+        check_applied(tables, saves=True)
         for name, table in self.tables.items():
             key = self.weight_key(prefix, name)
             weights, ids = _export_weights(table)

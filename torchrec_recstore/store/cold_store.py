@@ -97,14 +97,16 @@ def id_bytes(ids: Tensor) -> Tensor:
     """Encodes ids, (N,) int64, as (N, 8) uint8: big-endian, with the sign bit flipped,
     so that bytes sort as ids.
     """
-    return _swapped(ids ^ _SIGN).contiguous().view(torch.uint8).view(-1, ID_BYTES)
+    big_endian = _swapped(ids ^ _SIGN).contiguous()
+    return big_endian.view(torch.uint8).view(-1, ID_BYTES)
 
 
 def ids_of(encoded: Tensor) -> Tensor:
     """Returns the ids, (N,) int64, that :func:`id_bytes` has encoded as ``encoded``,
     (N, 8) uint8.
     """
-    return _swapped(as_numbers(encoded, torch.int64).squeeze(1)) ^ _SIGN
+    big_endian = as_numbers(encoded, torch.int64).squeeze(1)
+    return _swapped(big_endian) ^ _SIGN
 
 
 def _swapped(words: Tensor) -> Tensor:
@@ -117,7 +119,9 @@ def _swapped(words: Tensor) -> Tensor:
         (16, 0x0000FFFF0000FFFF),
         (32, 0x00000000FFFFFFFF),
     ):
-        words = (words & mask) << bits | (words >> bits) & mask
+        to_upper = (words & mask) << bits
+        to_lower = (words >> bits) & mask
+        words = to_upper | to_lower
     return words
 
 
@@ -129,7 +133,8 @@ def split(table: Tensor) -> list[bytes]:
     if not table.numel():
         return [b""] * len(table)
     data = ctypes.string_at(table.data_ptr(), table.numel())
-    return list(chain.from_iterable(struct.iter_unpack(f"{table.size(1)}s", data)))
+    rows = struct.iter_unpack(f"{table.size(1)}s", data)
+    return list(chain.from_iterable(rows))
 
 
 def in_parts(tensor: Tensor, n: int) -> list[Tensor]:
@@ -137,7 +142,7 @@ def in_parts(tensor: Tensor, n: int) -> list[Tensor]:
 
     An empty tensor is one part.
     """
-    return [tensor[begin : begin + n] for begin in range(0, max(1, len(tensor)), n)]
+    return list(torch.split(tensor, n))
 
 
 def join(pieces: Iterable[bytes], width: int) -> Tensor:
@@ -158,7 +163,8 @@ def found_rows(values: Sequence[bytes | None], width: int) -> tuple[Tensor, Tens
     rows = join(filter(None, values), width)
     if len(rows) == len(values):
         return torch.ones(len(values), dtype=torch.bool), rows
-    return torch.frombuffer(bytearray(map(bool, values)), dtype=torch.bool), rows
+    has_row = bytearray(map(bool, values))
+    return torch.frombuffer(has_row, dtype=torch.bool), rows
 
 
 def escaped_name(name: str) -> str:

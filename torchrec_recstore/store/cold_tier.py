@@ -35,6 +35,7 @@ from torchrec_recstore.store.parts import (
     last_steps,
     with_last_steps_up_to,
 )
+from torchrec_recstore.utils import ceil_div
 
 # the number of ids in one read of a call that may read all rows of a table
 _PART = 1 << 16
@@ -230,12 +231,21 @@ class ColdTier(MemoryTier):
             rows = torch.cat([resident[number], cold[number]], dim)
             return rows.index_select(dim, places)
 
-        return joined(0), joined(1, dim=1), joined(2), joined(3), joined(4)
+        return (
+            joined(0),
+            joined(1, dim=1),
+            joined(2),
+            joined(3),
+            joined(4),
+        )
 
     def contains(self, ids: Tensor) -> Tensor:
         """See :meth:`MemoryTier.contains`."""
         with self.lock:
-            parts = [self.read(part)[0] for part in torch.split(ids, _PART)]
+            parts = []
+            for part in torch.split(ids, _PART):
+                cold_ids_of_part, _ = self.read(part)
+                parts.append(cold_ids_of_part)
             cold_ids = torch.unique(torch.cat(parts))
         return super().contains(ids) | among(ids, cold_ids)
 
@@ -349,8 +359,8 @@ class ColdTier(MemoryTier):
             self.flush()
             self._forget_staged()
             resident = ops.table_ids(self._handle)
-            rows_of_each = -(-len(resident) // _RELEASES)  # rounded up
-            for ids in torch.split(resident, max(_PART, rows_of_each)):
+            rows_of_part = max(_PART, ceil_div(len(resident), _RELEASES))
+            for ids in torch.split(resident, rows_of_part):
                 images = ops.table_images(self._handle, ids)
                 # A backward in another thread may have changed rows between the flush
                 # and the copy of the images.
@@ -399,7 +409,9 @@ class ColdTier(MemoryTier):
 
         Some of them may be outdated copies of rows in memory.
         """
-        return (last_steps(images) >= self.expiry.valid_from) & ~among(ids, self.dead)
+        is_alive = last_steps(images) >= self.expiry.valid_from
+        is_dead = among(ids, self.dead)
+        return is_alive & ~is_dead
 
     def _read_with_expired(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what :meth:`read` returns, and the ids of expired rows, (n,) int64,
@@ -477,7 +489,8 @@ class ColdTier(MemoryTier):
             images = ops.table_images(self._handle, leaving)
             self._put(leaving, images)
             if len(self.dead):
-                self.dead = self.dead[~among(self.dead, leaving.sort().values)]
+                is_stored_again = among(self.dead, leaving.sort().values)
+                self.dead = self.dead[~is_stored_again]
             evicted = ops.table_evict(self._handle, leaving, images)
             is_done = bool(evicted.all())
             stamps = images[:, -STAMP_BYTES:]
@@ -609,7 +622,7 @@ class ColdTier(MemoryTier):
         """
         # each row in memory may have an outdated copy in the store
         copies = self.rows + self._max_rows
-        rows_of_step = -(-copies // self.expiry.sweep_steps)  # rounded up
+        rows_of_step = ceil_div(copies, self.expiry.sweep_steps)
         self._swept_ahead = max(0, self._swept_ahead) - rows_of_step
         while self._swept_ahead < 0:
             if self._sweep is None:

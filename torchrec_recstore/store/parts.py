@@ -24,6 +24,7 @@ from torchrec_recstore.row_types import (
     row_bytes,
     values,
 )
+from torchrec_recstore.utils import aligned
 
 PART_BYTES = 1 << 25
 """The approximate size in bytes of a part of a checkpoint.
@@ -108,7 +109,9 @@ class Part:
         included, and the other rows.
         """
         end = int(torch.searchsorted(self.ids, last_id, right=True))
-        return self.take(slice(0, end)), self.take(slice(end, None))
+        first_rows = slice(0, end)
+        other_rows = slice(end, None)
+        return self.take(first_rows), self.take(other_rows)
 
     def cut(self, columns: range) -> Part:
         """Returns the columns of the part that are in ``columns``, of which there is at
@@ -121,13 +124,16 @@ class Part:
         stop = min(self.columns.stop, columns.stop)
         if range(start, stop) == self.columns:
             return self
-        places = slice(start - self.columns.start, stop - self.columns.start)
+        first = self.columns.start
+        places = slice(start - first, stop - first)
         rows = {}
         for name, value in self.rows.items():
             if name == "weight":
                 rows[name] = columns_of(value, places)
+            elif value.dim() == 2:
+                rows[name] = value[:, places]
             else:
-                rows[name] = value[:, places] if value.dim() == 2 else value
+                rows[name] = value
         return Part(self.ids, range(start, stop), rows)
 
     def stored_as(self, dtype: torch.dtype) -> Part:
@@ -180,8 +186,9 @@ class Part:
         cut = [part.cut(columns) for part in parts]
         cut.sort(key=lambda part: part.columns.start)
         first = cut[0]
-        if any(not torch.equal(part.ids, first.ids) for part in cut[1:]):
-            raise ValueError("column shards hold different rows")
+        for part in cut[1:]:
+            if not torch.equal(part.ids, first.ids):
+                raise ValueError("column shards hold different rows")
         starts = [part.columns.start for part in cut]
         stops = [part.columns.stop for part in cut]
         if [*starts, columns.stop] != [columns.start, *stops]:
@@ -191,13 +198,14 @@ class Part:
             )
         if len(cut) == 1:
             return first
+
         widths = [len(part.columns) for part in cut]
-        rows = {"weight": joined_columns([part.rows["weight"] for part in cut])}
+        rows = {}
         for name, value in first.rows.items():
-            if name == "weight":
-                continue
             values_of_parts = [part.rows[name] for part in cut]
-            if name in STAMPS:
+            if name == "weight":
+                rows[name] = joined_columns(values_of_parts)
+            elif name in STAMPS:
                 rows[name] = value
             elif value.dim() == 2:
                 rows[name] = torch.cat(values_of_parts, dim=1)
@@ -217,8 +225,11 @@ class Part:
         headers = [part._header() for part in parts]
         sizes = []
         for part, header in zip(parts, headers, strict=True):
-            rows_size = sum(_padded(value.nbytes) for value in part.tensors().values())
-            sizes.append(_ALIGNMENT + _padded(len(header)) + rows_size)
+            # the length of the header, the header, and the rows
+            size = _ALIGNMENT + _padded(len(header))
+            for value in part.tensors().values():
+                size += _padded(value.nbytes)
+            sizes.append(size)
         data = torch.empty(sum(sizes), dtype=torch.uint8)
         begin = 0
         for part, header, size in zip(parts, headers, sizes, strict=True):
@@ -246,7 +257,8 @@ class Part:
         for name, value in self.tensors().items():
             dtype_name = str(value.dtype).removeprefix("torch.")
             described.append((name, dtype_name, list(value.shape)))
-        return json.dumps([self.columns.start, self.columns.stop, described]).encode()
+        header = [self.columns.start, self.columns.stop, described]
+        return json.dumps(header).encode()
 
     @staticmethod
     def from_bytes(data: Tensor) -> Part:
@@ -257,16 +269,18 @@ class Part:
         ``data``, (B,) uint8, is contiguous, and its address is a multiple of 8.
         """
         length = int(data[:_ALIGNMENT].view(torch.int64))
-        header = data[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes()
-        start, stop, described = json.loads(header)
+        header = data[_ALIGNMENT : _ALIGNMENT + length]
+        start, stop, described = json.loads(header.numpy().tobytes())
         named = {}
         begin = _ALIGNMENT + _padded(length)
         for name, dtype_name, shape in described:
             dtype = getattr(torch, dtype_name)
             size = prod(shape) * dtype.itemsize
-            named[name] = data[begin : begin + size].view(dtype).view(shape)
+            values_of_rows = data[begin : begin + size].view(dtype)
+            named[name] = values_of_rows.view(shape)
             begin += _padded(size)
-        return Part(named.pop("ids"), range(start, stop), named)
+        ids = named.pop("ids")
+        return Part(ids, range(start, stop), named)
 
 
 Parts = Iterator[Part]
@@ -317,7 +331,7 @@ def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Ten
 
 
 def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return aligned(size, _ALIGNMENT)
 
 
 def named_rows(optimizer: Optimizer, rows: RowTensors) -> dict[str, Tensor]:
@@ -361,16 +375,23 @@ class ImageLayout:
             len(self.squares), len(images), self.columns, dtype=torch.float32
         )
         begin = weight_end
+        state_bytes_of_row = self.columns * self.state_dtype.itemsize
         for number, is_square in enumerate(self.squares):
-            end = begin + self.columns * self.state_dtype.itemsize
+            end = begin + state_bytes_of_row
             elements[number] = self._states(images[:, begin:end], is_square)
             begin = end
         # the element-wise states are padded to whole floats
-        begin = weight_end + -(-(begin - weight_end) // 4) * 4
+        begin = weight_end + aligned(begin - weight_end, 4)
         end = begin + self.state_dtype.itemsize
-        row_wise_state = self._states(images[:, begin:end], True).squeeze(1)
+        row_wise_state = self._states(images[:, begin:end], is_square=True)
         frequency = _unsigned(images[:, -4:])
-        return weight, elements, row_wise_state, last_steps(images), frequency
+        return (
+            weight,
+            elements,
+            row_wise_state.squeeze(1),
+            last_steps(images),
+            frequency,
+        )
 
     def _states(self, stored: Tensor, is_square: bool) -> Tensor:
         numbers = as_numbers(stored, self.state_dtype).float()
@@ -398,8 +419,9 @@ def with_last_steps_up_to(images: Tensor, steps: int) -> Tensor:
     if not is_ahead.any():
         return images
     images = images.clone()
-    # the last step is stored as uint32
-    images[is_ahead, -8:-4] = torch.tensor([steps]).view(torch.uint8)[:4]
+    # the last step is stored as uint32, the lower half of an int64
+    step_bytes = torch.tensor([steps]).view(torch.uint8)[:4]
+    images[is_ahead, -8:-4] = step_bytes
     return images
 
 

@@ -282,7 +282,8 @@ class RedisColdStore:
             run = str(node.get("run_id", ""))
             policy = str(node.get("maxmemory_policy", ""))
             evicted[run] = int(node.get("evicted_keys", 0))
-            new_evicted = evicted[run] - self._evicted.get(run, evicted[run])
+            evicted_before = self._evicted.get(run, evicted[run])
+            new_evicted = evicted[run] - evicted_before
             # A volatile policy evicts only keys with an expiry time, and the keys of
             # rows have none.
             if new_evicted > 0 and not policy.startswith("volatile-"):
@@ -325,14 +326,17 @@ class RedisColdStore:
         """
         order = None
         groups = torch.zeros_like(ids)
-        if len(self._group_keys) > 1:
+        group_count = len(self._group_keys)
+        if group_count > 1:
             # The upper bits of a product depend on all bits of the id. The & removes
             # the sign bits of the shift.
-            groups = ((ids * -0x61C8864680B583EB) >> 40) & (len(self._group_keys) - 1)
+            hashes = ids * -0x61C8864680B583EB
+            groups = (hashes >> 40) & (group_count - 1)
             groups, order = groups.sort(stable=True)
             ids = ids[order]
-        keys = split(torch.cat([self._group_prefixes[groups], id_bytes(ids)], dim=1))
-        counts = groups.bincount(minlength=len(self._group_keys)).tolist()
+        prefixes = self._group_prefixes[groups]
+        keys = split(torch.cat([prefixes, id_bytes(ids)], dim=1))
+        counts = groups.bincount(minlength=group_count).tolist()
         batches = []
         begin = 0
         for group, count in enumerate(counts):
@@ -349,7 +353,9 @@ class RedisColdStore:
                 "has lost its rows",
                 "it restarted without them, or they were flushed or evicted",
             )
-        if not self._acknowledged[group] <= int(answer) <= self._attempted[group]:
+        oldest = self._acknowledged[group]
+        newest = self._attempted[group]
+        if not oldest <= int(answer) <= newest:
             raise self._error(
                 "has lost its last writes",
                 "it restarted from older data, or a replica took over that lagged"
@@ -357,7 +363,8 @@ class RedisColdStore:
             )
 
     def _check_versions(self, groups: Sequence[int]) -> None:
-        answers = self._run([("GET", self._group_keys[group]) for group in groups])
+        commands = [("GET", self._group_keys[group]) for group in groups]
+        answers = self._run(commands)
         for group, answer in zip(groups, answers, strict=True):
             self._check_version(group, answer)
 
@@ -382,20 +389,22 @@ class RedisColdStore:
 
     def _get_part(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         batches, order = self._in_groups(ids)
-        commands: list[tuple[Any, ...]] = [
-            ("MGET", self._group_keys[group], *keys) for group, keys in batches
-        ]
+        commands: list[tuple[Any, ...]] = []
+        for group, keys in batches:
+            commands.append(("MGET", self._group_keys[group], *keys))
         answers = self._call(partial(self._run, commands))
         values: list[bytes | None] = []
-        for (group, _), (version, *batch_values) in zip(batches, answers, strict=True):
+        for (group, _), answer in zip(batches, answers, strict=True):
+            version, *batch_values = answer
             self._check_version(group, version)
             values += batch_values
         has_row, rows = found_rows(values, self._row_bytes)
         if order is None:
             return has_row, rows
         # from the order of the groups to that of the ids
+        has_row_in_order = torch.empty_like(has_row).scatter_(0, order, has_row)
         rows_in_order = rows[order[has_row].argsort()]
-        return torch.empty_like(has_row).scatter_(0, order, has_row), rows_in_order
+        return has_row_in_order, rows_in_order
 
     def _scan_ids(self) -> Tensor:
         """Returns the ids of all rows on the server: (N,) int64, ascending."""
@@ -406,7 +415,8 @@ class RedisColdStore:
             part_keys = list(islice(keys, 2**16))
             if not part_keys:
                 break
-            parts.append(ids_of(join(part_keys, self._key_bytes)[:, -ID_BYTES:]))
+            encoded_keys = join(part_keys, self._key_bytes)
+            parts.append(ids_of(encoded_keys[:, -ID_BYTES:]))
         ids: Tensor = torch.unique(torch.cat(parts))
         return ids
 

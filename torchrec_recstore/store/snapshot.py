@@ -120,7 +120,8 @@ class _RowsOfSnapshot:
     def _belongs(self, ids: Tensor, images: Tensor) -> Tensor:
         if self.ids is not None:
             return among(ids, self.ids)
-        is_valid = (last_steps(images) >= self._valid_from) & ~among(ids, self._dead)
+        is_alive = last_steps(images) >= self._valid_from
+        is_valid = is_alive & ~among(ids, self._dead)
         if self.resident is None:
             return is_valid
         is_changed = last_marks(images) >= self._since
@@ -152,7 +153,8 @@ def _spooled_ascending(file: BinaryIO, ids: Tensor, image_bytes: int) -> Batches
             return
         images = np.memmap(file, np.uint8, "r", shape=(len(ids), image_bytes))
         for places in torch.split(ids.argsort(), _BATCH):
-            yield ids[places], torch.from_numpy(images[places.numpy()])
+            batch_images = images[places.numpy()]
+            yield ids[places], torch.from_numpy(batch_images)
 
 
 class Snapshot(AbstractContextManager["Snapshot"]):

@@ -775,7 +775,8 @@ class Table(AbstractContextManager["Table"]):
             # The ids of the other table, with all of its cold rows, are not needed.
             if len(ids) == 0:
                 return
-            self.add_left_ids(LeftIds(ids[~among(ids, other.ids())], complete=True))
+            is_in_other = among(ids, other.ids())
+            self.add_left_ids(LeftIds(ids[~is_in_other], complete=True))
         except (ColdStoreError, MemoryError):  # The exchange must not fail.
             self.add_left_ids(
                 LeftIds(torch.empty(0, dtype=torch.int64), complete=False)

@@ -83,8 +83,9 @@ class TableState:
             steps = max(steps, state.steps)
             optimizer_steps = max(optimizer_steps, state.optimizer_steps)
             # The shards have the same ticks. Their clocks differ a little.
-            if state.times and (times is None or state.times[_CLOCK] > times[_CLOCK]):
-                times = state.times
+            if state.times:
+                is_ahead = times is None or state.times[_CLOCK] > times[_CLOCK]
+                times = state.times if is_ahead else times
             if state.sightings is not None:
                 sightings.append(state.sightings)
         merged_sightings: Sightings | None = None

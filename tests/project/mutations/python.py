@@ -45,8 +45,8 @@ BOUNDS = [
     ),
     Mutation(
         f"{PACKAGE}/store/cold_tier.py",
-        "return (last_steps(images) >= self.expiry.valid_from) & ~among(ids, self.dead)",
-        "return ~among(ids, self.dead)",
+        "return is_alive & ~is_dead",
+        "return ~is_dead",
         ["tests/store/test_cold_tier.py"],
         "Cold rows that have expired are still listed.",
     ),
