@@ -53,6 +53,16 @@ EXPIRY = 4  # intervals after which an unused row expires
 WARM_UP = 6  # intervals until the first expired rows have been deleted from RocksDB
 CHAIN = 5  # checkpoints of a chain: a full one and its deltas
 POINTS = 100  # a run has this number of points, at most
+# what is printed of a run, by the name in a point: a factor, and the unit after it
+PRINTED = {
+    "samples_per_second": (1, "samples/s"),
+    "generated_per_second": (
+        1,
+        "samples/s generated before, which is the same work in each step",
+    ),
+    "rss": (2**-30, "GiB"),
+    "hit_rate": (100, "% of the ids found in memory"),
+}
 
 
 class Size(NamedTuple):
@@ -73,9 +83,12 @@ def _mixed(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     Source: the finaliser of splitmix64 (Steele et al. 2014).
     """
     x = values.view(np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))).view(np.int64)
+    x = x ^ (x >> np.uint64(30))
+    x = x * np.uint64(0xBF58476D1CE4E5B9)
+    x = x ^ (x >> np.uint64(27))
+    x = x * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
+    return x.view(np.int64)
 
 
 def samples_of(
@@ -94,17 +107,24 @@ def samples_of(
         # The inverse of the distribution function of a bounded power law: the rank 1 is
         # the most popular.
         power = 1 - EXPONENT
+        highest = (population + 1.0) ** power - 1
         uniform = random.random(BATCH * BAGS[table])
-        rank = (((population + 1.0) ** power - 1) * uniform + 1) ** (1 / power)
+        rank = (highest * uniform + 1) ** (1 / power)
         rank = rank.astype(np.int64) + (number << 40)
+
         # The id of a rank is replaced by a new one in a moment of the run that its hash
         # tells, or after the run.
-        moment = (_mixed(rank).view(np.uint64) >> np.uint64(11)) * 2.0**-53
-        replaced = moment < REPLACED * step * BATCH / size.samples
-        ids[table] = _mixed(rank + (replaced.astype(np.int64) << 60))
-        effect = (_mixed(ids[table] + 1) >> 40).astype(np.float32) * np.float32(2**-23)
+        hashes = _mixed(rank).view(np.uint64)
+        moment = (hashes >> np.uint64(11)) * 2.0**-53
+        is_replaced = moment < REPLACED * step * BATCH / size.samples
+        generation = is_replaced.astype(np.int64) << 60
+        ids[table] = _mixed(rank + generation)
+
+        top_bits = _mixed(ids[table] + 1) >> 40
+        effect = top_bits.astype(np.float32) * np.float32(2**-23)
         logits += effect.reshape(BATCH, -1).mean(1) * 2
-    labels = random.random(BATCH, np.float32) < 1 / (1 + np.exp(-logits))
+    probabilities = 1 / (1 + np.exp(-logits))
+    labels = random.random(BATCH, np.float32) < probabilities
     return ids, labels.astype(np.float32)
 
 
@@ -433,15 +453,19 @@ def main(
             f"--samples {samples} is too little: the first {WARM_UP} intervals are the"
             " warm-up"
         )
-    size = Size(samples, ids, memory_mb * 2**20 // _row_bytes(), every)
+    max_rows = memory_mb * 2**20 // _row_bytes()
+    size = Size(samples, ids, max_rows, every)
     for name, share in MEMORY.items():
         if size.max_rows * share < BATCH * BAGS[name]:
             raise SystemExit(
                 f"--memory-mb {memory_mb} is too little: each table must have room for"
                 " the ids of a step"
             )
-    runs = {"undisturbed": run(folder / "undisturbed", size, None)}
-    runs["killed"] = run(folder / "killed", size, samples // 2 + every // 2)
+    middle = samples // 2 + every // 2  # between two checkpoints
+    runs = {
+        "undisturbed": run(folder / "undisturbed", size, kill_at=None),
+        "killed": run(folder / "killed", size, kill_at=middle),
+    }
     document = {"size": size._asdict(), "conditions": conditions(), "runs": runs}
     (folder / "big.json").write_text(json.dumps(document, indent=1) + "\n")
     plot(runs, folder / "big.png")
@@ -458,19 +482,13 @@ def _lines(runs: dict[str, dict[str, Any]], every: int) -> Iterator[str]:
         points = warm(result["points"], every)
         rows = sum(result["rows"].values())
         yield f"{name}: {result['seconds']:,.0f} s, {rows:,} rows; after the warm-up:"
-        for key, scale, unit in (
-            ("samples_per_second", 1, "samples/s"),
-            (
-                "generated_per_second",
-                1,
-                "samples/s generated before, which is the same work in each step",
-            ),
-            ("rss", 2**-30, "GiB"),
-            ("hit_rate", 100, "% of the ids found in memory"),
-        ):
-            median = float(np.median([point[key] for point in points])) * scale
+        for key, (scale, unit) in PRINTED.items():
+            median = float(np.median([point[key] for point in points]))
             spread = spread_of(result["points"], key, every)
-            yield f"  {median:,.2f} {unit}, between two checkpoints within {spread:.0%}"
+            yield (
+                f"  {median * scale:,.2f} {unit}, between two checkpoints within"
+                f" {spread:.0%}"
+            )
     has_same_files = runs["killed"]["files"] == runs["undisturbed"]["files"]
     verdict = "equal to the bit" if has_same_files else "DIFFERENT"
     yield f"rows, states and dense part of the killed run are {verdict}"

@@ -93,8 +93,10 @@ def zipf(
     The integral of its density is inverted.
     """
     u = torch.rand(n, generator=generator, dtype=torch.float64)
-    tail = float(population) ** (1 - exponent)
-    return (1 - u * (1 - tail)).pow(1 / (1 - exponent)).long().clamp(1, population)
+    power = 1 - exponent
+    tail = float(population) ** power
+    ranks = (1 - u * (1 - tail)).pow(1 / power)
+    return ranks.long().clamp(1, population)
 
 
 def random_ids(case: Case, n: int, generator: torch.Generator) -> Tensor:
@@ -115,10 +117,13 @@ def make_batches(case: Case, generator: torch.Generator) -> list[Batch]:
             lengths = torch.randint(
                 0, 2 * case.length + 1, (bags,), generator=generator
             )
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        first_offset = torch.zeros(1, dtype=torch.int64)
+        offsets = torch.cat([first_offset, lengths.cumsum(0)])
         n = int(offsets[-1])
         ids = random_ids(case, n, generator)
-        weights = torch.rand(n, generator=generator) if case.weighted else None
+        weights = None
+        if case.weighted:
+            weights = torch.rand(n, generator=generator)
         batches.append(Batch(ids, ids % case.rows, offsets, weights))
     return batches
 
@@ -200,7 +205,8 @@ def limits(case: Case, batches: list[Batch]) -> Callable[[int], tuple[float, flo
     for batch_slots in slots:
         distinct = batch_slots.unique()
         unique.append(distinct[torch.randperm(len(distinct))])
-    values = limit.empty(max(map(len, slots)), case.dim).zero_()
+    most_ids = max(len(batch_slots) for batch_slots in slots)
+    values = limit.empty(most_ids, case.dim).zero_()
 
     def side(i: int) -> tuple[float, float]:
         begin = clock()
@@ -219,11 +225,13 @@ def run(name: str, optimizer: str, steps: int) -> None:
     batches = make_batches(case, generator)
     _tables, group = recstore(case, batches, OPTIMIZERS[optimizer])
     reference = fbgemm(case, optimizer)
-    shapes = [
-        torch.Size((case.batch, case.tables * case.dim)),
-        *(torch.Size((len(b.ids), case.dim)) for b in batches),
-    ]
-    grads = {shape: torch.randn(shape, generator=generator) * 0.01 for shape in shapes}
+    # by the shape of the output: pooled, and a row for each id of a batch
+    shapes = [torch.Size((case.batch, case.tables * case.dim))]
+    for batch in batches:
+        shapes.append(torch.Size((len(batch.ids), case.dim)))
+    grads = {}
+    for shape in shapes:
+        grads[shape] = torch.randn(shape, generator=generator) * 0.01
 
     def recstore_step(i: int) -> tuple[float, float]:
         b = batches[i % BATCHES]

@@ -90,10 +90,10 @@ def batches(
     generator = torch.Generator().manual_seed(seed)
     features = []
     for _ in range(count):
-        ids = [
-            torch.randint(shape.rows, (batch * shape.bag,), generator=generator)
-            for shape in shapes.values()
-        ]
+        ids = []
+        for shape in shapes.values():
+            size = (batch * shape.bag,)
+            ids.append(torch.randint(shape.rows, size, generator=generator))
         features.append(features_of(shapes, ids, batch))
     return features
 
@@ -102,10 +102,14 @@ def features_of(
     shapes: dict[str, Shape], ids: list[torch.Tensor], batch: int
 ) -> KeyedJaggedTensor:
     """Returns the features of a batch, whose bags have as many ids as the shapes say."""
-    lengths = [
-        torch.full((batch,), shape.bag, dtype=torch.int32) for shape in shapes.values()
-    ]
-    return KeyedJaggedTensor(list(shapes), torch.cat(ids), lengths=torch.cat(lengths))
+    lengths = []
+    for shape in shapes.values():
+        lengths.append(torch.full((batch,), shape.bag, dtype=torch.int32))
+    return KeyedJaggedTensor(
+        list(shapes),
+        torch.cat(ids),
+        lengths=torch.cat(lengths),
+    )
 
 
 def measured(
@@ -145,7 +149,8 @@ def bytes_per_s(ranks: int) -> float:
         spent.append(time.process_time() - start)
     slowest = torch.tensor(statistics.median(spent))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return 4 * len(values) * (ranks - 1) / ranks / float(slowest)
+    share_of_others = (ranks - 1) / ranks
+    return values.nbytes * share_of_others / float(slowest)
 
 
 def every_plan(ranks: int) -> Iterator[Places]:
@@ -168,14 +173,15 @@ def every_plan(ranks: int) -> Iterator[Places]:
 
 def sharded(places: Places, ranks: int) -> DistributedModelParallel:
     """Returns a new model with its tables on these ranks."""
-    constraints = {
-        name: RecStoreConstraints(
-            sharding_types=["table_wise" if len(places[name]) == 1 else "row_wise"],
+    constraints = {}
+    configs = []
+    for name, table in TABLES.items():
+        sharding_type = "table_wise" if len(places[name]) == 1 else "row_wise"
+        constraints[name] = RecStoreConstraints(
+            sharding_types=[sharding_type],
             options=table.options,
         )
-        for name, table in TABLES.items()
-    }
-    configs = [table_config(name, table, [name]) for name, table in TABLES.items()]
+        configs.append(table_config(name, table, [name]))
     module = EmbeddingBagCollection(configs, device=torch.device("meta"))
     topology = Topology(world_size=ranks, local_world_size=ranks, compute_device="cpu")
     sharder = RecStoreSharder(optimizer=OPTIMIZER)
@@ -238,12 +244,13 @@ def memory_ratio(
     # each rank has as many steps
     for first_sample in range(0, samples, ranks * batch):
         start = first_sample + rank * batch
-        ids = [
-            torch.arange(start * shape.bag, (start + batch) * shape.bag) % shape.rows
-            for shape in shapes.values()
-        ]
+        ids = []
+        for shape in shapes.values():
+            places_of_ids = torch.arange(start * shape.bag, (start + batch) * shape.bag)
+            ids.append(places_of_ids % shape.rows)
         step(model, features_of(shapes, ids, batch))
-    rank_ratio = torch.tensor((anonymous_bytes() - first_bytes) / planned[rank])
+    resident_bytes = anonymous_bytes() - first_bytes
+    rank_ratio = torch.tensor(resident_bytes / planned[rank])
     gathered = [torch.empty_like(rank_ratio) for _ in range(ranks)]
     dist.all_gather(gathered, rank_ratio)
     ratios = [float(ratio) for ratio in gathered]
@@ -261,10 +268,9 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
         rank=rank,
         world_size=ranks,
     )
-    shapes = {
-        name: shape._replace(rows=int(shape.rows * scale))
-        for name, shape in SHAPES.items()
-    }
+    shapes = {}
+    for name, shape in SHAPES.items():
+        shapes[name] = shape._replace(rows=int(shape.rows * scale))
     speed = bytes_per_s(ranks) if ranks > 1 else 1e9
     table_statistics = measured(shapes, batch, ranks)
     types_ms = dict.fromkeys(REFINED, 0.0)
@@ -278,7 +284,9 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
     planned_bytes = [planned_rank.memory_bytes for planned_rank in plan.ranks]
     memory = memory_ratio(chosen, ranks, shapes, batch, planned_bytes)
     inputs = batches(shapes, batch, 100 + rank, BATCHES)
-    plans = [(step_ms(places, ranks, inputs), places) for places in every_plan(ranks)]
+    plans = []
+    for places in every_plan(ranks):
+        plans.append((step_ms(places, ranks, inputs), places))
     plans.sort(key=itemgetter(0))
     worst_ms, _ = plans[-1]
     # The best plans and the chosen one are measured again in turns, because a single

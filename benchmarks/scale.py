@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +105,16 @@ def kernel_times(job: Job, columns: int, rows: int, steps: int) -> tuple[float, 
     from torchrec_recstore.optim import RowWiseAdagrad
     from torchrec_recstore.store import Table
 
-    tables = [
-        Table(
+    tables = []
+    for i in range(job.features):
+        table = Table(
             job.dim,
             optimizer=RowWiseAdagrad(0.01),
             name=f"t{i}",
             columns=range(columns),
         )
-        for i in range(job.features)
-    ]
-    for table in tables:
         table.insert(torch.arange(rows), torch.zeros(rows, columns))
+        tables.append(table)
     group = PooledGroup(tables, list(range(job.features)), "sum")
     generator = torch.Generator().manual_seed(0)
     count = job.features * job.batch
@@ -209,7 +208,8 @@ def dense_time(job: Job, steps: int) -> tuple[float, int]:
 
     bottom = DenseArch(13, [512, 256, job.dim])
     interaction = InteractionArch(job.features)
-    over = OverArch(job.dim + job.features * (job.features + 1) // 2, list(OVER))
+    products = job.features * (job.features + 1) // 2
+    over = OverArch(job.dim + products, list(OVER))
     parameters = [*bottom.parameters(), *over.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     inputs = torch.randn(job.batch, 13)
@@ -248,7 +248,8 @@ def measured_kernels(job: Job, rows: int, steps: int) -> tuple[Kernels, int]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # Few rows, so that the warm-up makes all of them: a step with new rows costs
     # something else than a step without.
-    run = sharded_step(Job(job.features, job.dim, job.batch), "table_wise", CHECK_ROWS)
+    small_job = Job(job.features, job.dim, job.batch)
+    run = sharded_step(small_job, "table_wise", CHECK_ROWS)
     for _ in range(4 * CHECK_ROWS // job.batch):
         run()
     small_id_s, _ = kernel_times(job, job.dim, CHECK_ROWS, steps)
@@ -357,17 +358,19 @@ def check() -> tuple[Kernels, list[dict[str, Any]]]:
 
 def expected(row: dict[str, Any], kernels: Kernels) -> dict[str, float]:
     """Returns the model's bytes from a host and seconds of a step of the check."""
-    job = Job(**{**asdict(CHECK), "ranks_per_host": row["ranks"] // row["hosts"]})
+    sharding = row["sharding"]
+    ranks = row["ranks"]
+    job = replace(CHECK, ranks_per_host=ranks // row["hosts"])
     # Both directions of the wire have the same load, so that each gets half of its
-    # rate.
+    # rate, which is in bits.
     network = Network("check", row["rate"] / 8 / 2, row["delay_s"])
-    parts = model.step(job, row["sharding"], row["ranks"], network, kernels, model.GLOO)
+    parts = model.step(job, sharding, ranks, network, kernels, model.GLOO)
     del parts["dense"]  # the check has the all-reduce of the dense part alone
     # ranks that share a core take turns
-    ranks_of_core = max(1.0, row["ranks"] / (os.cpu_count() or 1))
+    ranks_of_core = max(1.0, ranks / (os.cpu_count() or 1))
     for name in ("tables", "torchrec"):
         parts[name] *= ranks_of_core
-    collectives = model.collectives(job, row["sharding"], row["ranks"], model.GLOO)
+    collectives = model.collectives(job, sharding, ranks, model.GLOO)
     return {
         "model_bytes": sum(collective.host_bytes for collective in collectives),
         "model_seconds": sum(parts.values()),
@@ -381,7 +384,8 @@ def kernels_of(document: dict[str, Any]) -> Kernels:
     """Returns kernels from JSON, whose keys are texts."""
     values = dict(document)
     for key in ("id_s", "bag_s"):
-        values[key] = {int(columns): s for columns, s in document[key].items()}
+        by_columns = document[key]
+        values[key] = {int(columns): s for columns, s in by_columns.items()}
     return Kernels(**values)
 
 
@@ -439,8 +443,10 @@ def step_lines(results: dict[str, Any], network: Network) -> list[str]:
         fastest_ms = min(round(total_ms) for total_ms in totals_ms)
         cells = [f"{ranks:,}"]
         for total_ms in totals_ms:
-            is_fastest = round(total_ms) == fastest_ms
-            cells.append(f"**{total_ms:,.0f}**" if is_fastest else f"{total_ms:,.0f}")
+            cell = f"{total_ms:,.0f}"
+            if round(total_ms) == fastest_ms:
+                cell = f"**{cell}**"
+            cells.append(cell)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -130,7 +130,8 @@ def rows(folder: Path) -> dict[str, Any]:
             for client, oracle in zip(clients, oracles, strict=True):
                 oracle.step(partial(client.update, "t"), partial(client.pull, "t"))
             time.sleep(PAUSE_S)
-        for number, (client, oracle) in enumerate(zip(clients, oracles, strict=True)):
+        for number, oracle in enumerate(oracles):
+            client = clients[number]
             oracle.check_all(partial(client.pull, "t"))
             client.save("end")
             np.save(folder / f"rows-{number}.npy", oracle.rows)
@@ -157,11 +158,11 @@ def again(folder: Path) -> dict[str, Any]:
 
 def _clients(folder: Path, stack: ExitStack) -> list[RecStoreClient]:
     """Opens a client of the pair, and one of the server with cold rows."""
-    addresses = (folder / "servers").read_text().split()
-    return [
-        stack.enter_context(RecStoreClient([address], timeout_s=PATIENCE_S))
-        for address in addresses
-    ]
+    clients = []
+    for address in (folder / "servers").read_text().split():
+        client = RecStoreClient([address], timeout_s=PATIENCE_S)
+        clients.append(stack.enter_context(client))
+    return clients
 
 
 def _open_table(client: RecStoreClient) -> None:

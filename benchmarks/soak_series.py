@@ -89,7 +89,10 @@ def sample_of(process: str, pid: int, second: float) -> Sample | None:
         return None
     _, _, fields_after_name = stat.rpartition(")")
     fields = fields_after_name.split()
-    memory = {name: 1024 * int(status[key].split()[0]) for name, key in MEMORY.items()}
+    memory = {}
+    for name, key in MEMORY.items():
+        kilobytes, _ = status[key].split()
+        memory[name] = 1024 * int(kilobytes)
     ticks = int(fields[11]) + int(fields[12])  # utime and stime
     return Sample(
         second=round(second, 1),
@@ -218,9 +221,10 @@ def _between(
     series: list[list[Sample]], begin: float, end: float
 ) -> list[list[Sample]]:
     """Returns the points of each series in ``[begin, end)``."""
-    return [
-        [point for point in points if begin <= point.second < end] for points in series
-    ]
+    parts = []
+    for points in series:
+        parts.append([point for point in points if begin <= point.second < end])
+    return parts
 
 
 def _judge_process(
@@ -280,10 +284,11 @@ def _slopes(series: list[list[Sample]], shortest_s: float) -> dict[str, float | 
     measured_s = sum(_span(points) for points in series)
     slopes: dict[str, float | None] = {}
     for name in MEMORY:
-        lines = [
-            [(point.second / 3600, getattr(point, name) / 1e6) for point in points]
-            for points in series
-        ]
+        lines = []
+        for points in series:
+            hours = [point.second / 3600 for point in points]
+            megabytes = [getattr(point, name) / 1e6 for point in points]
+            lines.append(list(zip(hours, megabytes, strict=True)))
         slopes[name] = slope(lines) if measured_s >= shortest_s else None
     return slopes
 

@@ -107,7 +107,9 @@ class ParquetDataset(IterableDataset[Batch]):
         self.seed = seed
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self._groups = [group for file in files for group in self._groups_of(file)]
+        self._groups: list[_RowGroup] = []
+        for file in files:
+            self._groups += self._groups_of(file)
         self.num_rows = sum(group.rows for group in self._groups)
         if self.num_rows // self.ranks < max(len(self), 1):
             raise ValueError(
@@ -254,7 +256,8 @@ class ParquetDataset(IterableDataset[Batch]):
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    return np.array(column.cast(pa.float32(), safe=False).fill_null(0).to_numpy())
+    floats = column.cast(pa.float32(), safe=False).fill_null(0)
+    return np.array(floats.to_numpy())
 
 
 def _lists(name: str, column: pa.Array) -> tuple[Tensor, Tensor]:
@@ -270,8 +273,9 @@ def _lists(name: str, column: pa.Array) -> tuple[Tensor, Tensor]:
     else:
         lengths = column.is_valid()
         values = column.drop_null()
-    int64_lengths = np.array(lengths.cast(pa.int64()))
-    return torch.from_numpy(_int64(name, values)), torch.from_numpy(int64_lengths)
+    ids = _int64(name, values)
+    id_counts = np.array(lengths.cast(pa.int64()))
+    return torch.from_numpy(ids), torch.from_numpy(id_counts)
 
 
 def _int64(name: str, values: pa.Array) -> np.ndarray:
@@ -289,4 +293,5 @@ def _int64(name: str, values: pa.Array) -> np.ndarray:
     encoded = values.dictionary_encode()
     words = encoded.dictionary.to_pylist()
     hashes = [xxhash.xxh3_64_intdigest(word.encode()) for word in words]
-    return np.array(hashes, np.uint64).view(np.int64)[np.array(encoded.indices)]
+    ids_of_words = np.array(hashes, np.uint64).view(np.int64)
+    return ids_of_words[np.array(encoded.indices)]

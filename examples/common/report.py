@@ -113,21 +113,25 @@ def result_of(tables: Mapping[str, TableStats], since_step: int = 0) -> dict[str
         since_step: The step at which this process resumed the run. Counts begin there.
             Default: 0.
     """
+    counts = {}
+    for name, stats in tables.items():
+        if stats.lookups:
+            counts[name] = _counts(stats)
     return {
         "rows": {name: stats.rows for name, stats in tables.items()},
         "bytes": {name: stats.bytes for name, stats in tables.items()},
         "counts_since_step": since_step,
-        "counts": {
-            name: _counts(stats) for name, stats in tables.items() if stats.lookups
-        },
+        "counts": counts,
         "hit_rate": hit_rate(total(tables)),
     }
 
 
 def _counts(stats: TableStats) -> dict[str, int]:
+    counts = asdict(stats)
     # The steps of a table are restored from a checkpoint and count the whole run; the
     # result has them elsewhere.
-    return {name: count for name, count in asdict(stats).items() if name != "steps"}
+    del counts["steps"]
+    return counts
 
 
 def print_result(
@@ -142,7 +146,10 @@ def print_result(
             the limits of the tables.
         lines: What is printed below the tables.
     """
-    heading = [str(result[name]) for name in ("backend", "sharding") if name in result]
+    heading = []
+    for name in ("backend", "sharding"):
+        if name in result:
+            heading.append(str(result[name]))
     heading.append(f"world size {result['world_size']}")
     console.print(", ".join(heading))
 

@@ -41,7 +41,8 @@ A longer line is a bad row, so that a file without newlines does not fill the me
 
 CHUNK_BYTES = 8 << 20
 
-_SCHEMA = {name: pl.Int64 if name in DENSE_NAMES else pl.String for name in COLUMNS}
+_SCHEMA = dict.fromkeys(COLUMNS, pl.String)
+_SCHEMA |= dict.fromkeys(DENSE_NAMES, pl.Int64)
 _ALPHABET = b"0123456789abcdefABCDEF-\t\n"
 _GOOD_LINE = re.compile(rb"[01](?:\t(?:-?[0-9]+)?){13}(?:\t[0-9a-fA-F]{0,16}){26}")
 _INTEGER = re.compile(rb"(?:-?[0-9]+)?")
@@ -129,16 +130,20 @@ def parse_fast(data: bytes) -> Rows | None:
     num_rows = data.count(b"\n")
     if len(field_ends) != num_rows * len(COLUMNS):
         return None
-    line_ends = field_ends[len(COLUMNS) - 1 :: len(COLUMNS)]
+    num_columns = len(COLUMNS)
+    line_ends = field_ends[num_columns - 1 :: num_columns]
     if (buffer[line_ends] != ord("\n")).any():
         return None
-    lengths = np.diff(field_ends, prepend=-1).reshape(num_rows, len(COLUMNS)) - 1
-    labels = buffer[field_ends[:: len(COLUMNS)] - 1] - np.uint8(ord("0"))
+    field_bytes = np.diff(field_ends, prepend=-1)  # with the tab or the newline
+    lengths = field_bytes.reshape(num_rows, num_columns) - 1
+    label_ends = field_ends[::num_columns]
+    labels = buffer[label_ends - 1] - np.uint8(ord("0"))
     if (lengths[:, 0] != 1).any() or (labels > 1).any():
         return None
     if (lengths[:, -NUM_IDS:] > 16).any():
         return None
-    if np.diff(line_ends, prepend=-1).max(initial=0) > MAX_LINE_BYTES:
+    line_bytes = np.diff(line_ends, prepend=-1)
+    if line_bytes.max(initial=0) > MAX_LINE_BYTES:
         return None
     try:
         frame = pl.read_csv(
@@ -207,7 +212,9 @@ def find_fault(line: bytes) -> tuple[str | None, str] | None:
 
 def _show(field: bytes) -> str:
     text = field.decode("utf-8", "backslashreplace")
-    return repr(text if len(text) <= 40 else text[:40] + "...")
+    if len(text) > 40:
+        text = text[:40] + "..."
+    return repr(text)
 
 
 def _integer(field: bytes) -> int:
@@ -225,10 +232,13 @@ def _parse_slow(lines: list[bytes]) -> Rows:
         labels.append(int(label))
         dense.append([_integer(field) for field in fields[:NUM_DENSE]])
         ids.append([int(field or b"0", 16) for field in fields[NUM_DENSE:]])
+    # reshape, because there may be no line
+    dense_rows = np.array(dense, np.int64).reshape(-1, NUM_DENSE)
+    id_rows = np.array(ids, np.uint64).reshape(-1, NUM_IDS)
     return Rows(
-        np.array(labels, np.int32),
-        transform_dense(np.array(dense, np.int64).reshape(-1, NUM_DENSE)),
-        np.array(ids, np.uint64).reshape(-1, NUM_IDS).view(np.int64),
+        labels=np.array(labels, np.int32),
+        dense=transform_dense(dense_rows),
+        ids=id_rows.view(np.int64),
     )
 
 

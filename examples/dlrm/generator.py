@@ -56,8 +56,10 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
     Source: the finaliser of splitmix64 (Steele et al. 2014).
     """
-    values = (values ^ (values >> _UINT64(30))) * _UINT64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> _UINT64(27))) * _UINT64(0x94D049BB133111EB)
+    values = values ^ (values >> _UINT64(30))
+    values = values * _UINT64(0xBF58476D1CE4E5B9)
+    values = values ^ (values >> _UINT64(27))
+    values = values * _UINT64(0x94D049BB133111EB)
     return values ^ (values >> _UINT64(31))
 
 
@@ -109,8 +111,9 @@ class Generator:
     def rows(self, start: int, stop: int) -> Iterator[Rows]:
         """Yields rows ``[start, stop)`` in blocks."""
         for first, block in self._blocks(start, stop):
+            rows = Rows(block.labels, transform_dense(block.dense), block.ids)
             part = slice(max(start - first, 0), stop - first)
-            yield Rows(block.labels, transform_dense(block.dense), block.ids)[part]
+            yield rows[part]
 
     def lines(self, start: int, stop: int) -> Iterator[bytes]:
         """Yields rows ``[start, stop)`` as lines of a Criteo TSV file.
@@ -118,14 +121,18 @@ class Generator:
         Each line ends with a newline.
         """
         for first, block in self._blocks(start, stop):
-            for row in range(max(start - first, 0), min(stop - first, BLOCK_ROWS)):
+            begin = max(start - first, 0)
+            end = min(stop - first, BLOCK_ROWS)
+            for row in range(begin, end):
                 yield _line(block, row)
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, _Block]]:
         """Yields the blocks of rows ``[start, stop)``, each with its first row."""
         if start >= stop:
             return
-        for number in range(start // BLOCK_ROWS, math.ceil(stop / BLOCK_ROWS)):
+        first_number = start // BLOCK_ROWS
+        end_number = math.ceil(stop / BLOCK_ROWS)
+        for number in range(first_number, end_number):
             yield number * BLOCK_ROWS, self._block(number)
 
     def _block(self, number: int) -> _Block:
@@ -144,11 +151,17 @@ class Generator:
         ids = np.empty((NUM_IDS, BLOCK_ROWS), np.uint64)
         for feature in range(NUM_IDS):
             ids[feature] = self._ids(feature, times, random)
-            effects = _unit(_mix(ids[feature] ^ self._effect_salts[feature]))
-            logits += ID_EFFECT * effects
+            hashes = _mix(ids[feature] ^ self._effect_salts[feature])
+            logits += ID_EFFECT * _unit(hashes)
 
-        labels = random.random(BLOCK_ROWS, np.float32) < 1 / (1 + np.exp(-logits))
-        return _Block(labels.astype(np.int32), dense, dense_empty, ids.view(np.int64).T)
+        probabilities = 1 / (1 + np.exp(-logits))
+        labels = random.random(BLOCK_ROWS, np.float32) < probabilities
+        return _Block(
+            labels=labels.astype(np.int32),
+            dense=dense,
+            dense_empty=dense_empty,
+            ids=ids.view(np.int64).T,
+        )
 
     def _ids(
         self, feature: int, times: npt.NDArray[np.float64], random: np.random.Generator
@@ -163,10 +176,11 @@ class Generator:
         ages = np.minimum(width * (uniform ** (-1 / TAIL) - 1), 2.0**52)
         # Features with few ids, like a country or a device type, do not drift.
         newest = times * (width / DRIFT_ROWS) if width > 100 else 0.0
-        members = np.floor(newest - ages).astype(np.int64).view(np.uint64)
-        ids = _mix(members + self._id_salts[feature])
+        members = np.floor(newest - ages).astype(np.int64)
+        ids = _mix(members.view(np.uint64) + self._id_salts[feature])
         # An empty field of the format reads as 0.
-        ids[random.random(len(times), np.float32) < EMPTY_IDS[feature]] = 0
+        is_empty = random.random(len(times), np.float32) < EMPTY_IDS[feature]
+        ids[is_empty] = 0
         return ids
 
 

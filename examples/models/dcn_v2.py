@@ -83,7 +83,8 @@ class DCN(nn.Module):
         """Returns the logits of a click, (B,)."""
         # by key, because a sharded collection has another order
         rows = self.tables(ids).to_dict()
-        x = torch.cat([counts, *(rows[name] for name in SPARSE)], dim=1)
+        rows_in_order = [rows[name] for name in SPARSE]
+        x = torch.cat([counts, *rows_in_order], dim=1)
         hidden = torch.cat([self.cross(x), self.deep(x)], dim=1)
         return self.out(hidden).squeeze(1)
 
@@ -135,7 +136,8 @@ def main(data: Path, batch_size: int, epochs: int, seed: int) -> None:
     for epoch in range(epochs):
         random = torch.Generator().manual_seed(seed * epochs + epoch)
         order = torch.randperm(train_rows, generator=random)
-        for batch in order[: train_rows // ranks * ranks].split(batch_size):
+        even_rows = train_rows // ranks * ranks
+        for batch in order[:even_rows].split(batch_size):
             rows = batch[rank::ranks]
             logits = model(counts[rows], keyed(ids[rows]))
             loss = F.binary_cross_entropy_with_logits(logits, labels[rows])

@@ -161,7 +161,11 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weigh = nn.Sequential(nn.Linear(4 * DIM, 36), nn.PReLU(), nn.Linear(36, 1))
+        self.weigh = nn.Sequential(
+            nn.Linear(4 * DIM, 36),
+            nn.PReLU(),
+            nn.Linear(36, 1),
+        )
 
     def forward(self, item: Tensor, history: Tensor, lengths: Tensor) -> Tensor:
         """Returns (B, DIM).
@@ -216,9 +220,11 @@ class DIN(nn.Module):
     def forward(self, profile: KeyedJaggedTensor, items: KeyedJaggedTensor) -> Tensor:
         """Returns the logits of a like, (B,)."""
         rows = self.items(items)
-        item, history = rows["item_id"].values(), rows["history"]
+        item = rows["item_id"].values()
+        history = rows["history"]
         interest = self.attention(item, history.values(), history.lengths())
-        x = torch.cat([self.profile(profile).values(), item, interest], dim=1)
+        pooled = self.profile(profile).values()
+        x = torch.cat([pooled, item, interest], dim=1)
         return self.deep(x).squeeze(1)
 
 

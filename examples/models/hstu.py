@@ -141,9 +141,10 @@ class Bias(nn.Module):
         """
         places = torch.arange(times.shape[1])
         distances = (places[:, None] - places).clamp(min=0)
-        seconds = (now[:, :, None] - times[:, None, :]).clamp(min=1)
-        buckets = (seconds.log() / 0.301).long().clamp(max=63)
-        return self.place[distances] + self.time[buckets]
+        seconds = now[:, :, None] - times[:, None, :]
+        # the authors' buckets: the base of the logarithm is about 1.35
+        buckets = (seconds.clamp(min=1).log() / 0.301).long()
+        return self.place[distances] + self.time[buckets.clamp(max=63)]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -154,7 +155,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     kept. ``q``, ``k`` and ``v`` are (B, N, heads, d), and ``bias`` is (B, N, N), the
     same for each head.
     """
-    weights = F.silu(torch.einsum("bihd,bjhd->bhij", q, k) + bias[:, None]) / LENGTH
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) + bias[:, None]
+    weights = F.silu(scores) / LENGTH
     # no place sees a later one, so none sees padding
     return torch.einsum("bhij,bjhd->bihd", weights.tril(), v)
 
@@ -172,13 +174,18 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, now: Tensor, times: Tensor) -> Tensor:
         """Returns (B, N, DIM)."""
-        u, v, q, k = F.silu(self.f1(self.norm_in(x))).chunk(4, dim=-1)
-        q = q.unflatten(-1, (HEADS, DIM // HEADS))
-        k = k.unflatten(-1, (HEADS, DIM // HEADS))
-        v = v.unflatten(-1, (HEADS, DIM // HEADS))
-        attended = attend(q, k, v, self.bias(now, times)).flatten(-2)
-        gated = self.norm_out(attended) * u
-        return x + self.f2(F.dropout(gated, DROPOUT, self.training))
+        projected = F.silu(self.f1(self.norm_in(x)))
+        u, v, q, k = projected.chunk(4, dim=-1)
+        heads = (HEADS, DIM // HEADS)
+        attended = attend(
+            q.unflatten(-1, heads),
+            k.unflatten(-1, heads),
+            v.unflatten(-1, heads),
+            self.bias(now, times),
+        )
+        gated = self.norm_out(attended.flatten(-2)) * u
+        dropped = F.dropout(gated, DROPOUT, self.training)
+        return x + self.f2(dropped)
 
 
 class HSTU(nn.Module):
@@ -206,11 +213,18 @@ class HSTU(nn.Module):
         """
         rows = self.table(ids)
         movies = rows["item"].to_padded_dense(times.shape[1])
-        x = movies[:, :-1] * DIM**0.5 + self.places[: times.shape[1] - 1]
+        read_movies = movies[:, :-1]
+        next_movies = movies[:, 1:]
+        read_times = times[:, :-1]
+        next_times = times[:, 1:]
+
+        positions = self.places[: read_movies.shape[1]]
+        x = read_movies * DIM**0.5 + positions
         x = F.dropout(x, DROPOUT, self.training)
         for layer in self.layers:
-            x = layer(x, now=times[:, 1:], times=times[:, :-1])
-        return unit(x), unit(movies[:, 1:]), unit(rows["negative"].values())
+            x = layer(x, now=next_times, times=read_times)
+        negatives = rows["negative"].values()
+        return unit(x), unit(next_movies), unit(negatives)
 
 
 def unit(vectors: Tensor) -> Tensor:
@@ -225,16 +239,24 @@ def sampled_softmax(
 
     The mean is that of all places but padding.
     """
-    target_ids = ids["item"].to_padded_dense(predicted.shape[1] + 1)[:, 1:]
+    item_ids = ids["item"].to_padded_dense(predicted.shape[1] + 1)
+    target_ids = item_ids[:, 1:]
+    target_counts = ids["item"].lengths() - 1
     places = torch.arange(target_ids.shape[1])
-    is_real = places < (ids["item"].lengths() - 1)[:, None]
+    is_real = places < target_counts[:, None]
+
     predicted = predicted[is_real]
-    target_scores = (predicted * targets[is_real]).sum(-1, keepdim=True)
+    target_scores = (predicted * targets[is_real]).sum(dim=-1, keepdim=True)
     # A negative that is the next movie is no wrong answer.
-    is_target = target_ids[is_real][:, None] == ids["negative"].values()
-    negative_scores = (predicted @ negatives.T).masked_fill(is_target, -torch.inf)
+    real_target_ids = target_ids[is_real]
+    is_target = real_target_ids[:, None] == ids["negative"].values()
+    negative_scores = predicted @ negatives.T
+    negative_scores = negative_scores.masked_fill(is_target, -torch.inf)
+
     logits = torch.cat([target_scores, negative_scores], dim=1) / TEMPERATURE
-    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+    # the next movie is the first class
+    first_class = torch.zeros(len(logits), dtype=torch.int64)
+    return F.cross_entropy(logits, first_class)
 
 
 @torch.no_grad()
@@ -253,15 +275,21 @@ def hit_rate(model: HSTU, ratings: Ratings, test: Tensor) -> tuple[float, float]
     rows = model.table(features(all_movies, no_negatives[:1]))
     vectors = unit(rows["item"].values())
     hits = torch.zeros((), dtype=torch.int64)
-    for part in test.split(TEST_BATCH * dist.get_world_size()):
-        places = part[dist.get_rank() :: dist.get_world_size()]
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    for part in test.split(TEST_BATCH * ranks):
+        places = part[rank::ranks]
         users = torch.arange(len(places))
         begins = torch.maximum(ratings.begin[places], places - LENGTH)
         ids = ragged(ratings.item, begins, places + 1)
-        times = ragged(ratings.time, begins, places + 1).to_padded_dense(LENGTH + 1)
-        predicted, _, _ = model(features(ids, no_negatives[: len(places)]), times)
+        times = ragged(ratings.time, begins, places + 1)
+        predicted, _, _ = model(
+            features(ids, no_negatives[: len(places)]),
+            times.to_padded_dense(LENGTH + 1),
+        )
         last_predicted = predicted[users, ids.lengths() - 2]
         scores = last_predicted @ vectors.T
+        # a movie that the user has rated before is no answer
         rated = ragged(ratings.item, ratings.begin[places], places)
         rated_users = users.repeat_interleave(rated.lengths())
         rated_movies = torch.searchsorted(movies, rated.values())
@@ -270,7 +298,8 @@ def hit_rate(model: HSTU, ratings: Ratings, test: Tensor) -> tuple[float, float]
         hits += (best == ratings.item[places, None]).sum()
     dist.all_reduce(hits)
     share = hits.item() / len(test)
-    return share, (share * (1 - share) / len(test)) ** 0.5
+    variance = share * (1 - share) / len(test)
+    return share, variance**0.5
 
 
 class StaticTable(nn.Module):
@@ -291,8 +320,9 @@ class StaticTable(nn.Module):
         """Returns the rows of the ids, by key."""
         rows = {}
         for key in ("item", "negative"):
-            numbers = torch.searchsorted(self.ids, ids[key].values())
-            rows[key] = JaggedTensor(self.rows(numbers), lengths=ids[key].lengths())
+            feature = ids[key]
+            numbers = torch.searchsorted(self.ids, feature.values())
+            rows[key] = JaggedTensor(self.rows(numbers), lengths=feature.lengths())
         return rows
 
 
@@ -343,11 +373,13 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
         losses = []
         random = torch.Generator().manual_seed(seed * epochs + epoch)
         order = torch.randperm(len(begins), generator=random)
-        for batch in order[: len(order) // ranks * ranks].split(BATCH):
+        even_windows = len(order) // ranks * ranks
+        for batch in order[:even_windows].split(BATCH):
             part = batch[rank::ranks]
             items = ragged(ratings.item, begins[part], ends[part])
             times = ragged(ratings.time, begins[part], ends[part])
-            negatives = movies[torch.randint(len(movies), (len(part), NEGATIVES))]
+            numbers = torch.randint(len(movies), (len(part), NEGATIVES))
+            negatives = movies[numbers]
             ids = features(items, negatives)
             predicted, targets, negative_vectors = model(
                 ids, times.to_padded_dense(LENGTH + 1)

@@ -106,7 +106,8 @@ class Interactions:
         numbers = torch.randint(num_items, users.shape)
         is_owned = torch.isin(users * num_items + numbers, owned)
         while is_owned.any():
-            numbers[is_owned] = torch.randint(num_items, (int(is_owned.sum()),))
+            count = int(is_owned.sum())
+            numbers[is_owned] = torch.randint(num_items, (count,))
             is_owned = torch.isin(users * num_items + numbers, owned)
         return self.items[numbers]
 
@@ -201,7 +202,8 @@ class SASRec(nn.Module):
         lengths = ids["history"].lengths()
         ends = lengths.cumsum(0).repeat_interleave(lengths)
         # The last item has the last position.
-        positions = self.positions[LENGTH - ends + torch.arange(len(ends))]
+        items_to_end = ends - torch.arange(len(ends))
+        positions = self.positions[LENGTH - items_to_end]
         x = rows["history"].values() * DIM**0.5 + positions
         x = F.dropout(x, DROPOUT, self.training)
         for block in self.blocks:
@@ -224,7 +226,8 @@ def rank_metrics(
         items: (users, TEST_ITEMS) int64. The items to rank.
     """
     sums = torch.zeros(2, dtype=torch.float64)
-    for part in torch.arange(len(ends)).tensor_split(len(ends) // TEST_BATCH + 1):
+    all_users = torch.arange(len(ends))
+    for part in all_users.tensor_split(len(ends) // TEST_BATCH + 1):
         users = part[dist.get_rank() :: dist.get_world_size()]
         place, history_lengths = data.history(ends[users])
         ids = torch.cat([data.item[place], items[users].flatten()])
@@ -238,7 +241,8 @@ def rank_metrics(
         item_rows = rows.view(-1, TEST_ITEMS, DIM)
         scores = torch.einsum("bd,bnd->bn", predicted, item_rows)
         # An equal score is a wrong answer.
-        rank = (~(scores[:, 1:] < scores[:, :1])).sum(1)
+        is_lower = scores[:, 1:] < scores[:, :1]
+        rank = (~is_lower).sum(dim=1)
         is_hit = rank < 10
         gain = is_hit / (rank + 2).log2()
         sums += torch.stack([gain, is_hit]).sum(1)
@@ -293,7 +297,9 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
     counts = interactions.user.bincount()
     last = counts.cumsum(0) - 1  # the place of the user's last interaction
     # sorted by length, so that there is little padding
-    test_users = counts.argsort(stable=True)[int((counts < 3).sum()) :]
+    by_length = counts.argsort(stable=True)
+    too_short = int((counts < 3).sum())
+    test_users = by_length[too_short:]
     validation_ends = last[test_users] - 1
     test_ends = last[test_users]
     repeated_users = test_users[:, None].expand(-1, TEST_ITEMS - 1)
@@ -346,7 +352,8 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
             )
             positive_scores = (x * positive_rows).sum(1)
             negative_scores = (x * negative_rows).sum(1)
-            loss = (F.softplus(-positive_scores) + F.softplus(negative_scores)).mean()
+            losses_of_pairs = F.softplus(-positive_scores) + F.softplus(negative_scores)
+            loss = losses_of_pairs.mean()
             model.zero_grad()
             loss.backward()
             optimizer.step()

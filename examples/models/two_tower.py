@@ -68,8 +68,9 @@ class Features(NamedTuple):
     def pick(self, rows: Tensor) -> KeyedJaggedTensor:
         """Returns the features of the users or movies ``rows``."""
         lengths = self.lengths[:, rows].flatten()
+        begins = self.begins[:, rows].flatten()
         # the distance of each list in the ids from its place in the result
-        shifts = self.begins[:, rows].flatten() - (lengths.cumsum(0) - lengths)
+        shifts = begins - (lengths.cumsum(0) - lengths)
         places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
         return KeyedJaggedTensor(self.names, self.ids[places], lengths=lengths)
 
@@ -196,7 +197,8 @@ def recall(
     is_trained[train[:, 0], train[:, 1]] = True
     scores = scores.masked_fill(is_trained[test_users], -torch.inf)
     best = scores.topk(10).indices
-    return (best == test[:, 1:]).any(dim=1).float().mean().item()
+    is_hit = (best == test[:, 1:]).any(dim=1)
+    return is_hit.float().mean().item()
 
 
 class Live:
@@ -336,7 +338,8 @@ def main(
         losses = []
         random = torch.Generator().manual_seed(seed * epochs + epoch)
         order = torch.randperm(len(train), generator=random)
-        for batch in order[: len(order) // BATCH * BATCH].split(BATCH):
+        whole_batches = len(order) // BATCH * BATCH
+        for batch in order[:whole_batches].split(BATCH):
             user, movie = train[batch[rank::ranks]].T
             user_vectors, movie_vectors = model(users.pick(user), movies.pick(movie))
             loss = in_batch_softmax(

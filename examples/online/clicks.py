@@ -86,7 +86,9 @@ def generated(settings: Settings, first: int, last: int) -> Clicks:
     last_block = (last - 1) // BLOCK
     if last_block < first_block:
         return np.empty(0, CLICK)
-    blocks = [_block(settings, number) for number in range(first_block, last_block + 1)]
+    blocks = []
+    for number in range(first_block, last_block + 1):
+        blocks.append(_block(settings, number))
     clicks_before = first_block * BLOCK
     begin = first - 1 - clicks_before
     end = last - clicks_before
@@ -95,7 +97,8 @@ def generated(settings: Settings, first: int, last: int) -> Clicks:
 
 def time_ms(settings: Settings, number: npt.NDArray[np.int64] | int) -> Any:
     """Returns the time of a click, in milliseconds since 1970."""
-    return settings.start_ms + (number - 1 - settings.history) * 1000 // settings.rate
+    clicks_since_start = number - 1 - settings.history
+    return settings.start_ms + clicks_since_start * 1000 // settings.rate
 
 
 def _block(settings: Settings, block: int) -> Clicks:
@@ -112,7 +115,8 @@ def _block(settings: Settings, block: int) -> Clicks:
     logits = SCALE * np.cos(2 * np.pi * turns) + BIAS
     clicks["user"] = (user.view(np.uint64) * _ODD).view(np.int64)
     clicks["item"] = (item.view(np.uint64) * _ODD).view(np.int64)
-    clicks["clicked"] = random.random(BLOCK) < 1 / (1 + np.exp(-logits))
+    probabilities = 1 / (1 + np.exp(-logits))
+    clicks["clicked"] = random.random(BLOCK) < probabilities
     for name in ("served", "frozen", "age", "waited"):
         clicks[name] = np.nan
     for name in ("served_outcome", "frozen_outcome"):

@@ -237,7 +237,8 @@ def _generate_live(settings: Settings, stream: ClickStream, number: int) -> None
         while batches and batches[0].is_over:
             batch = batches.popleft()
             numbers = batch.number + np.arange(len(batch.clicks))
-            rows_time = batch.complete(rows_time, _due(settings, opened, numbers))
+            due = _due(settings, opened, numbers)
+            rows_time = batch.complete(rows_time, due)
             stream.append(batch.number, batch.clicks)
             number = int(numbers[-1])
             _write(settings.written, number)

@@ -50,7 +50,11 @@ class Taste(nn.Module):
             for feature in FEATURES
         ]
         self.bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-        self.over = nn.Sequential(nn.Linear(3 * dim, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.over = nn.Sequential(
+            nn.Linear(3 * dim, 32),
+            nn.ReLU(),
+            nn.Linear(32, 1),
+        )
         self._dim = dim
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
@@ -66,7 +70,8 @@ class Taste(nn.Module):
 
 def features_of(clicks: Clicks) -> KeyedJaggedTensor:
     """Returns the input of the model for clicks (B,)."""
-    values = torch.cat([torch.from_numpy(clicks[name].copy()) for name in FEATURES])
+    columns = [torch.from_numpy(clicks[name].copy()) for name in FEATURES]
+    values = torch.cat(columns)
     lengths = torch.ones_like(values, dtype=torch.int32)
     return KeyedJaggedTensor(keys=FEATURES, values=values, lengths=lengths)
 

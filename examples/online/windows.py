@@ -79,7 +79,8 @@ class Windows:
             metrics = self._metrics(self._open[: self.size])
             self.done = [*self.done, metrics][-MAX_WINDOWS:]
             self._open = self._open[self.size :]
-        self._count(clicks[clicks["served_outcome"] != HISTORY])
+        is_live = clicks["served_outcome"] != HISTORY
+        self._count(clicks[is_live])
 
     @property
     def freshness(self) -> dict[str, Any]:
