@@ -31,12 +31,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import harmonic_mean
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import typer
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from torchrec_recstore import TableStats
 
 BATCH = 4096
 DIM = 32
@@ -131,19 +134,48 @@ def samples_of(
 # ---- The process that trains ----
 
 
-def train(folder: Path, size: Size) -> None:
-    """Trains, from the newest checkpoint if there is one.
-
-    Appends the points of the run to ``points.jsonl``.
-    """
-    import logging
-    import warnings
-
+def clicks_module(num_embeddings: int) -> Any:
+    """Returns the model before it is sharded: a table for each feature, and an MLP."""
     import torch
-    import torch.distributed as dist
-    from measure import anonymous_bytes
     from torch import nn
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+    class Clicks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            tables = [
+                EmbeddingBagConfig(
+                    name=name,
+                    embedding_dim=DIM,
+                    num_embeddings=num_embeddings,
+                    feature_names=[name],
+                )
+                for name in SHARES
+            ]
+            self.tables = EmbeddingBagCollection(
+                tables=tables, device=torch.device("meta")
+            )
+            self.dense = nn.Sequential(
+                nn.Linear(DIM * len(SHARES), 64),
+                nn.ReLU(),
+                nn.Linear(64, 1),
+            )
+
+        def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+            pooled = self.tables(features).values()
+            logits: torch.Tensor = self.dense(pooled)
+            return logits.squeeze(1)
+
+    return Clicks()
+
+
+def sharded(folder: Path, size: Size) -> tuple[Any, Any]:
+    """Returns the sharded model, and the optimizer of its dense part.
+
+    The cold rows of the tables are below ``folder``.
+    """
+    import torch
+    import torch.distributed as dist
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
     from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -156,59 +188,21 @@ def train(folder: Path, size: Size) -> None:
         RecStoreSharder,
         RocksDBStore,
         TableOptions,
-        load_checkpoint,
-        save_checkpoint,
-        table_stats,
     )
-    from torchrec_recstore.store.table_state import combined
 
-    class Clicks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            tables = [
-                EmbeddingBagConfig(
-                    name=name,
-                    embedding_dim=DIM,
-                    num_embeddings=size.ids,
-                    feature_names=[name],
-                )
-                for name in SHARES
-            ]
-            self.tables = EmbeddingBagCollection(
-                tables=tables, device=torch.device("meta")
-            )
-            self.dense = nn.Sequential(
-                nn.Linear(DIM * len(SHARES), 64), nn.ReLU(), nn.Linear(64, 1)
-            )
-
-        def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-            pooled = self.tables(features).values()
-            logits: torch.Tensor = self.dense(pooled)
-            return logits.squeeze(1)
-
-    # docs/errors.md explains what TorchRec and torch warn of
-    warnings.simplefilter("ignore")
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    steps = size.samples // BATCH
-    every = max(1, size.every // BATCH)
-    (folder / "cold").mkdir(exist_ok=True)
-    (folder / "checkpoints").mkdir(exist_ok=True)
-    module = Clicks()
-    sharder = RecStoreSharder(fused_params={"learning_rate": 0.05})
     constraints = {}
     for name, share in MEMORY.items():
-        cold = RocksDBStore(str(folder / "cold" / name))
         options = TableOptions(
             max_rows=int(size.max_rows * share),
-            expiry=Expiry(EXPIRY * every),
-            cold_store=cold,
+            expiry=Expiry(EXPIRY * steps_of_interval(size)),
+            cold_store=RocksDBStore(str(folder / name)),
         )
         constraints[name] = RecStoreConstraints(options=options)
+    module = clicks_module(size.ids)
+    sharder = RecStoreSharder(fused_params={"learning_rate": 0.05})
     planner = RecStorePlanner(
-        topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints
+        topology=Topology(world_size=1, compute_device="cpu"),
+        constraints=constraints,
     )
     plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
     model = DistributedModelParallel(
@@ -218,8 +212,84 @@ def train(folder: Path, size: Size) -> None:
     adam = KeyedOptimizerWrapper(
         parameters, lambda params: torch.optim.Adam(params, lr=0.001)
     )
+    return model, adam
 
+
+def steps_of_interval(size: Size) -> int:
+    """Returns the number of steps between two checkpoints."""
+    return max(1, size.every // BATCH)
+
+
+class Recorder:
+    """Writes the points of a run, each about the steps since the point before."""
+
+    def __init__(self, model: Any, points: Path) -> None:
+        self._model = model
+        self._points = points
+        self._begin_point(self._stats())
+
+    def _stats(self) -> TableStats:
+        from torchrec_recstore import table_stats
+        from torchrec_recstore.store.table_state import combined
+
+        return combined(table_stats(self._model).values())
+
+    def _begin_point(self, stats: TableStats) -> None:
+        self._earlier = stats
+        self.losses: list[float] = []
+        self.generating_s = 0.0
+        self.paused_s = 0.0
+        self._begin = time.perf_counter()
+
+    def write(self, step: int) -> None:
+        """Appends the point after ``step``."""
+        from measure import anonymous_bytes
+
+        seconds = time.perf_counter() - self._begin - self.paused_s
+        samples = len(self.losses) * BATCH
+        stats = self._stats()
+        lookups = stats.lookups - self._earlier.lookups
+        point = {
+            "samples": step * BATCH,
+            "samples_per_second": samples / seconds,
+            "generated_per_second": samples / self.generating_s,
+            "rss": anonymous_bytes(),
+            "hit_rate": (stats.hits - self._earlier.hits) / lookups,
+            "cold_rate": (stats.cold_hits - self._earlier.cold_hits) / lookups,
+            "rows": stats.rows,
+            "cold_rows": stats.cold_rows,
+            "bytes": stats.bytes,
+            "loss": sum(self.losses) / len(self.losses),
+        }
+        with self._points.open("a") as file:
+            file.write(json.dumps(point) + "\n")
+        self._begin_point(stats)
+
+
+def train(folder: Path, size: Size) -> None:
+    """Trains, from the newest checkpoint if there is one.
+
+    Appends the points of the run to ``points.jsonl``.
+    """
+    import logging
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    from torchrec_recstore import load_checkpoint, save_checkpoint, table_stats
+
+    # docs/errors.md explains what TorchRec and torch warn of
+    warnings.simplefilter("ignore")
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
+    (folder / "cold").mkdir(exist_ok=True)
+    model, adam = sharded(folder / "cold", size)
+
     saved = sorted(checkpoints.glob("step-*"))
     newest = saved[-1] if saved else None
     step = 0
@@ -230,66 +300,21 @@ def train(folder: Path, size: Size) -> None:
         adam.load_state_dict(state["dense"])
         step = state["step"]
         _drop_points(points, after=step * BATCH)
-    lengths = torch.cat([torch.full((BATCH,), BAGS[name]) for name in SHARES])
+
+    recorder = Recorder(model, points)
+    steps = size.samples // BATCH
     steps_of_point = max(1, steps // POINTS)
-    earlier = combined(table_stats(model).values())
-    losses = []
-    generating = 0.0
-    begin = time.perf_counter()
-    with points.open("a") as out:
-        while step < steps:
-            generating -= time.perf_counter()
-            ids, labels = samples_of(step, size)
-            generating += time.perf_counter()
-            values = torch.cat([torch.from_numpy(ids[name]) for name in SHARES])
-            logits = model(KeyedJaggedTensor(list(SHARES), values, lengths=lengths))
-            loss = nn.functional.binary_cross_entropy_with_logits(
-                logits, torch.from_numpy(labels)
-            )
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-            losses.append(loss.item())
-            step += 1
-            if step % steps_of_point == 0:
-                seconds = time.perf_counter() - begin
-                stats = combined(table_stats(model).values())
-                lookups = stats.lookups - earlier.lookups
-                point = {
-                    "samples": step * BATCH,
-                    "samples_per_second": len(losses) * BATCH / seconds,
-                    "generated_per_second": len(losses) * BATCH / generating,
-                    "rss": anonymous_bytes(),
-                    "hit_rate": (stats.hits - earlier.hits) / lookups,
-                    "cold_rate": (stats.cold_hits - earlier.cold_hits) / lookups,
-                    "rows": stats.rows,
-                    "cold_rows": stats.cold_rows,
-                    "bytes": stats.bytes,
-                    "loss": sum(losses) / len(losses),
-                }
-                print(json.dumps(point), file=out, flush=True)
-                earlier = stats
-                losses = []
-                generating = 0.0
-                begin = time.perf_counter()
-            if step % every == 0:
-                pause_begin = time.perf_counter()
-                path = checkpoints / f"step-{step:08}"
-                state = {"step": step, "dense": adam.state_dict()}
-                is_full = (step // every - 1) % CHAIN == 0
-                save_checkpoint(
-                    model,
-                    path,
-                    training_state=state,
-                    delta_of=None if is_full else newest,
-                )
-                if is_full:
-                    for checkpoint in checkpoints.iterdir():
-                        if checkpoint != path:
-                            shutil.rmtree(checkpoint)
-                newest = path
-                # checkpoints are measured by themselves
-                begin += time.perf_counter() - pause_begin
+    while step < steps:
+        _train_step(model, adam, step, size, recorder)
+        step += 1
+        if step % steps_of_point == 0:
+            recorder.write(step)
+        if step % steps_of_interval(size) == 0:
+            pause_begin = time.perf_counter()
+            newest = _saved(model, adam, step, size, checkpoints, newest)
+            # checkpoints are measured by themselves
+            recorder.paused_s += time.perf_counter() - pause_begin
+
     final = save_checkpoint(
         model, folder / "final", training_state={"dense": adam.state_dict()}
     )
@@ -297,6 +322,59 @@ def train(folder: Path, size: Size) -> None:
     for name, stats in table_stats(model).items():
         rows[name] = stats.rows + stats.cold_rows
     (folder / "end.json").write_text(json.dumps({"rows": rows, "bytes": final.bytes}))
+
+
+def _train_step(
+    model: Any,
+    adam: Any,
+    step: int,
+    size: Size,
+    recorder: Recorder,
+) -> None:
+    import torch
+    from torch.nn import functional
+    from torchrec import KeyedJaggedTensor
+
+    begin = time.perf_counter()
+    ids, labels = samples_of(step, size)
+    recorder.generating_s += time.perf_counter() - begin
+    values = torch.cat([torch.from_numpy(ids[name]) for name in SHARES])
+    lengths = torch.cat([torch.full((BATCH,), BAGS[name]) for name in SHARES])
+    logits = model(KeyedJaggedTensor(list(SHARES), values, lengths=lengths))
+    loss = functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(labels))
+    adam.zero_grad()
+    loss.backward()
+    adam.step()
+    recorder.losses.append(loss.item())
+
+
+def _saved(
+    model: Any,
+    adam: Any,
+    step: int,
+    size: Size,
+    checkpoints: Path,
+    newest: Path | None,
+) -> Path:
+    """Saves a checkpoint, a delta of the newest one or a full one.
+
+    A full one replaces all others.
+    """
+    from torchrec_recstore import save_checkpoint
+
+    path = checkpoints / f"step-{step:08}"
+    is_full = (step // steps_of_interval(size) - 1) % CHAIN == 0
+    save_checkpoint(
+        model,
+        path,
+        training_state={"step": step, "dense": adam.state_dict()},
+        delta_of=None if is_full else newest,
+    )
+    if is_full:
+        for checkpoint in checkpoints.iterdir():
+            if checkpoint != path:
+                shutil.rmtree(checkpoint)
+    return path
 
 
 def _drop_points(points: Path, after: int) -> None:

@@ -23,6 +23,7 @@ import argparse
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import polars as pl
 import torch
@@ -111,6 +112,15 @@ class Interactions:
             is_owned = torch.isin(users * num_items + numbers, owned)
         return self.items[numbers]
 
+    def items_to_rank(self, users: Tensor, ends: Tensor) -> Tensor:
+        """Returns the items at ``ends``, each with random items that its user lacks.
+
+        They are (users, TEST_ITEMS) int64, the item at the end first.
+        """
+        repeated_users = users[:, None].expand(-1, TEST_ITEMS - 1)
+        random_items = self.random_items(repeated_users, self.owned)
+        return torch.cat([self.item[ends, None], random_items], dim=1)
+
     def history(self, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the places of up to ``LENGTH`` interactions before each of ``ends``.
 
@@ -121,6 +131,48 @@ class Interactions:
         shifts = ends - lengths.cumsum(0)
         places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
         return places, lengths
+
+
+class Split(NamedTuple):
+    """The parts of the interactions. Places are numbers of interactions."""
+
+    train_ends: Tensor  # the place of each user's last interaction of the training
+    train_owned: Tensor  # the pairs of a user and an item of the training
+    test_users: Tensor  # the users with at least three interactions
+    validation_ends: Tensor  # (users,): the place of the item to predict
+    validation_items: Tensor  # (users, TEST_ITEMS)
+    test_ends: Tensor
+    test_items: Tensor
+
+
+def split(data: Interactions) -> Split:
+    """Takes each user's last interaction for the test, and the one before it for the
+    validation.
+    """
+    counts = data.user.bincount()
+    last = counts.cumsum(0) - 1  # the place of the user's last interaction
+    # sorted by length, so that there is little padding
+    by_length = counts.argsort(stable=True)
+    too_short = int((counts < 3).sum())
+    test_users = by_length[too_short:]
+    test_ends = last[test_users]
+    validation_ends = test_ends - 1
+    validation_items = data.items_to_rank(test_users, validation_ends)
+    test_items = data.items_to_rank(test_users, test_ends)
+
+    places = torch.arange(len(data.owned))
+    is_tested = torch.isin(places, torch.cat([validation_ends, test_ends]))
+    last[test_users] -= 2
+    has_history = last > data.first[last]
+    return Split(
+        train_ends=last[has_history],
+        train_owned=data.owned[~is_tested],
+        test_users=test_users,
+        validation_ends=validation_ends,
+        validation_items=validation_items,
+        test_ends=test_ends,
+        test_items=test_items,
+    )
 
 
 def attend(qkv: Tensor, lengths: Tensor, dropout: float) -> Tensor:
@@ -276,6 +328,44 @@ def build(static: bool, num_items: int) -> nn.Module:
     )
 
 
+def train_epoch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Interactions,
+    parts: Split,
+    random: torch.Generator,
+) -> list[float]:
+    """Trains with this rank's part of each batch, and returns the losses."""
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    negatives = data.random_items(data.user, parts.train_owned)
+    order = torch.randperm(len(parts.train_ends), generator=random)
+    even_users = len(order) // ranks * ranks
+    ends = parts.train_ends[order[:even_users]]
+    losses = []
+    for batch in ends.split(BATCH):
+        # neighbours by length, so that there is little padding
+        by_length = (batch - data.first[batch]).argsort()
+        place, lengths = data.history(batch[by_length][rank::ranks])
+        ids = [
+            data.item[place],
+            data.item[place + 1],
+            negatives[place],
+        ]
+        x, positive_rows, negative_rows = model(
+            KeyedJaggedTensor(KEYS, torch.cat(ids), lengths=lengths.repeat(3))
+        )
+        positive_scores = (x * positive_rows).sum(1)
+        negative_scores = (x * negative_rows).sum(1)
+        losses_of_pairs = F.softplus(-positive_scores) + F.softplus(negative_scores)
+        loss = losses_of_pairs.mean()
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def main(data: Path, epochs: int, seed: int, static: bool) -> None:
     """Trains, and prints NDCG@10 and Hit@10 of the test.
 
@@ -287,41 +377,13 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rank = dist.get_rank()
-    ranks = dist.get_world_size()
     interactions = Interactions(data)
     # nn.Embedding needs numbers in the place of raw ids, and so all items beforehand.
     if static:
         interactions.item = torch.searchsorted(interactions.items, interactions.item)
         interactions.items = torch.arange(len(interactions.items))
     torch.manual_seed(seed)
-    counts = interactions.user.bincount()
-    last = counts.cumsum(0) - 1  # the place of the user's last interaction
-    # sorted by length, so that there is little padding
-    by_length = counts.argsort(stable=True)
-    too_short = int((counts < 3).sum())
-    test_users = by_length[too_short:]
-    validation_ends = last[test_users] - 1
-    test_ends = last[test_users]
-    repeated_users = test_users[:, None].expand(-1, TEST_ITEMS - 1)
-    validation_items = torch.cat(
-        [
-            interactions.item[validation_ends, None],
-            interactions.random_items(repeated_users, interactions.owned),
-        ],
-        dim=1,
-    )
-    test_items = torch.cat(
-        [
-            interactions.item[test_ends, None],
-            interactions.random_items(repeated_users, interactions.owned),
-        ],
-        dim=1,
-    )
-    places = torch.arange(len(interactions.owned))
-    is_tested = torch.isin(places, torch.cat([validation_ends, test_ends]))
-    train_owned = interactions.owned[~is_tested]
-    last[test_users] -= 2  # the place of the last interaction of the training
-    last = last[last > interactions.first[last]]
+    parts = split(interactions)
 
     model = build(static, len(interactions.items))
     # RecStore's rows are updated in backward
@@ -334,39 +396,27 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
     best_epoch = 0
     for epoch in range(1, epochs + 1):
         model.train()
-        losses = []
         begin = time.perf_counter()
-        negatives = interactions.random_items(interactions.user, train_owned)
-        order = torch.randperm(len(last), generator=random)
-        order = order[: len(last) // ranks * ranks]
-        for batch in last[order].split(BATCH):
-            by_length = (batch - interactions.first[batch]).argsort()
-            place, lengths = interactions.history(batch[by_length][rank::ranks])
-            ids = [
-                interactions.item[place],
-                interactions.item[place + 1],
-                negatives[place],
-            ]
-            x, positive_rows, negative_rows = model(
-                KeyedJaggedTensor(KEYS, torch.cat(ids), lengths=lengths.repeat(3))
-            )
-            positive_scores = (x * positive_rows).sum(1)
-            negative_scores = (x * negative_rows).sum(1)
-            losses_of_pairs = F.softplus(-positive_scores) + F.softplus(negative_scores)
-            loss = losses_of_pairs.mean()
-            model.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = train_epoch(model, optimizer, interactions, parts, random)
         seconds += time.perf_counter() - begin
         if epoch % VALIDATION_EPOCHS != 0 and epoch < epochs:
             continue
         model.eval()
-        metrics = rank_metrics(model, interactions, validation_ends, validation_items)
+        metrics = rank_metrics(
+            model,
+            interactions,
+            parts.validation_ends,
+            parts.validation_items,
+        )
         if metrics > best:
             best = metrics
             best_epoch = epoch
-            gain, hits = rank_metrics(model, interactions, test_ends, test_items)
+            gain, hits = rank_metrics(
+                model,
+                interactions,
+                parts.test_ends,
+                parts.test_items,
+            )
         if rank == 0:
             mean_loss = sum(losses) / len(losses)
             print(
@@ -378,15 +428,16 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
             break
     num_rows = len(interactions.items) if static else table_stats(model)["t_item"].rows
     if rank == 0:
-        train_places, _ = interactions.history(last)
+        train_places, _ = interactions.history(parts.train_ends)
         rate = epoch * len(train_places) / seconds
-        error = (hits * (1 - hits) / len(test_users)) ** 0.5
+        num_users = len(parts.test_users)
+        error = (hits * (1 - hits) / num_users) ** 0.5
         print(
             f"{rate:,.0f} predictions/s in training, {num_rows:,} rows; test at epoch"
             f" {best_epoch}:"
         )
         print(
-            f"NDCG@10 {gain:.4f}, Hit@10 of {len(test_users):,} users: {hits:.4f} +-"
+            f"NDCG@10 {gain:.4f}, Hit@10 of {num_users:,} users: {hits:.4f} +-"
             f" {error:.4f}",
             flush=True,
         )

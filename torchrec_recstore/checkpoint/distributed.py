@@ -151,19 +151,17 @@ def load_distributed_checkpoint(
         tensors.check_files()
         saved_tables = []
         for table, key in keys.items():
-            without_state = None
-            if not warm.optimizer or table.state.options.frozen:
-                without_state = RowsWithoutState(
-                    table.name,
-                    table.state.optimizer,
-                    tensors.saved_dim(prefix + key),
-                    table.dim,
-                    sources.functions.get(table),
-                )
-            states_begin = f"{states_prefix}{key}.rows."
-            saved_tables.append(
-                SavedTable(tensors, table, prefix + key, states_begin, without_state)
+            saved_table = SavedTable(
+                tensors,
+                table,
+                weight_key=prefix + key,
+                states_begin=f"{states_prefix}{key}.rows.",
+                without_state=sources.without_state(
+                    table,
+                    saved_dim=tensors.saved_dim(prefix + key),
+                ),
             )
+            saved_tables.append(saved_table)
         for saved_table in saved_tables:
             saved_table.check()
         if strict and warm.optimizer:
@@ -282,6 +280,22 @@ class _TableKeys:
                 raise warm.not_chosen("rows", table.name)
         self.likely_keys = {self._likely_key(table) for table in self._chosen}
         """The keys if tables were renamed within their collections."""
+
+    def without_state(
+        self,
+        table: ModelTable,
+        saved_dim: int,
+    ) -> RowsWithoutState | None:
+        """Returns how the rows are read if their optimizer states are not loaded."""
+        if self._warm.optimizer and not table.state.options.frozen:
+            return None
+        return RowsWithoutState(
+            table.name,
+            table.state.optimizer,
+            saved_dim,
+            table.dim,
+            self.functions.get(table),
+        )
 
     def in_checkpoint(self, saved: Set[str], *, strict: bool) -> dict[ModelTable, str]:
         """Returns the key of each table that is loaded.

@@ -5,11 +5,11 @@ They replace them when every rank has succeeded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.checkpoint.files import check_file, read_tensors
@@ -133,14 +133,8 @@ def load_checkpoint(
         model_dense = {}
         if warm.tables is None:
             model_dense = dense_tensors(model, sharded, eager)
-            if DENSE in info.files:
-                dense = read_tensors(info.path / DENSE, info.files[DENSE])
+            dense = _saved_dense(chain, check_bases=env.rank == 0)
             check_dense(dense, model_dense, strict=strict)
-            # The dense tensors of a base are not used, but every file of a chain is
-            # checked.
-            for base in chain[:-1]:
-                if env.rank == 0 and DENSE in base.files:
-                    check_file(base.path / DENSE, base.files[DENSE])
         left_alone = [
             source for source in sources if is_shared(source.table.options.cold_store)
         ]
@@ -153,20 +147,7 @@ def load_checkpoint(
         on_rows = reporting(progress, total_rows)
         for source in replaced:
             for shard in source.table.shards:
-                fresh = shard.table.empty_copy()
-                is_whole = isinstance(source.table, EagerModelTable)
-                loaded.append(_LoadedShard(source.name, shard, fresh, is_whole))
-                owned = None if shard.routing is None else shard.owned
-                row_shards = 1 if shard.routing is None else shard.routing.world_size
-                load_rows(
-                    fresh,
-                    source.name,
-                    chain,
-                    owned,
-                    on_rows,
-                    source.without_state(info, warm),
-                    expected_rows=info.tables[source.name].rows // row_shards,
-                )
+                loaded.append(_read_shard(source, shard, chain, warm, on_rows))
         check_replaceable(loaded_shard.shard.table for loaded_shard in loaded)
     _check_rows(chain, loaded, env)
     exchange_all(
@@ -174,11 +155,7 @@ def load_checkpoint(
     )
     load_dense(dense, model_dense)
     for source in left_alone:
-        for shard in source.table.shards:
-            state = saved_state(info, source.name).owned(shard.owned)
-            if not warm.optimizer:  # The rows keep their states.
-                state = replace(state, optimizer_steps=shard.table.optimizer_steps)
-            shard.table.set_state(state)
+        _load_clocks(source, info, warm)
     for source in replaced:
         if isinstance(source.table, EagerModelTable):
             source.table.module.forget_copies()
@@ -195,6 +172,66 @@ class _LoadedShard:
     shard: LocalShard
     fresh: Table
     is_whole: bool  # Whether each rank has all rows.
+
+
+def _saved_dense(
+    chain: Sequence[CheckpointInfo],
+    *,
+    check_bases: bool,
+) -> dict[str, Tensor]:
+    """Reads the dense tensors of the last checkpoint of a chain.
+
+    Those of its bases are not used, but every file of a chain is checked.
+    """
+    info = chain[-1]
+    dense = {}
+    if DENSE in info.files:
+        dense = read_tensors(info.path / DENSE, info.files[DENSE])
+    for base in chain[:-1]:
+        if check_bases and DENSE in base.files:
+            check_file(base.path / DENSE, base.files[DENSE])
+    return dense
+
+
+def _read_shard(
+    source: Source,
+    shard: LocalShard,
+    chain: Sequence[CheckpointInfo],
+    warm: WarmStart,
+    on_rows: Callable[[int], object],
+) -> _LoadedShard:
+    """Reads the rows of a shard into a new table."""
+    info = chain[-1]
+    fresh = shard.table.empty_copy()
+    owned = None
+    row_shards = 1
+    if shard.routing is not None:
+        owned = shard.owned
+        row_shards = shard.routing.world_size
+    load_rows(
+        fresh,
+        source.name,
+        chain,
+        owned,
+        on_rows,
+        source.without_state(info, warm),
+        expected_rows=info.tables[source.name].rows // row_shards,
+    )
+    return _LoadedShard(
+        name=source.name,
+        shard=shard,
+        fresh=fresh,
+        is_whole=isinstance(source.table, EagerModelTable),
+    )
+
+
+def _load_clocks(source: Source, info: CheckpointInfo, warm: WarmStart) -> None:
+    """Loads the state of a table whose rows, in a shared cold store, stay."""
+    for shard in source.table.shards:
+        state = saved_state(info, source.name).owned(shard.owned)
+        if not warm.optimizer:  # The rows keep their states.
+            state = replace(state, optimizer_steps=shard.table.optimizer_steps)
+        shard.table.set_state(state)
 
 
 def _check_shared(shared: Sequence[Source], *, strict: bool) -> None:

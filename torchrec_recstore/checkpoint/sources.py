@@ -98,14 +98,20 @@ def find_sources(
             f"the checkpoint {info.path} has no table {min(missing)!r}: strict=False"
             " leaves the model's as it is"
         )
-    loaded_names = {source.name for source in sources}
-    for unknown in sorted(info.tables.keys() - loaded_names):
-        if strict and warm.tables is None:
-            raise ValueError(
-                f"the model has no RecStore table {unknown!r}, which the checkpoint"
-                f" {info.path} has: strict=False ignores the checkpoint's table"
-            )
+    if strict and warm.tables is None:
+        _refuse_unloaded(sources, info)
     return sources
+
+
+def _refuse_unloaded(sources: Sequence[Source], info: CheckpointInfo) -> None:
+    """Raises ValueError if the checkpoint has a table that the model lacks."""
+    loaded_names = {source.name for source in sources}
+    unloaded_names = info.tables.keys() - loaded_names
+    if unloaded_names:
+        raise ValueError(
+            f"the model has no RecStore table {min(unloaded_names)!r}, which the"
+            f" checkpoint {info.path} has: strict=False ignores the checkpoint's table"
+        )
 
 
 def check_sources(

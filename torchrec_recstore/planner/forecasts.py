@@ -323,14 +323,11 @@ class _Job:
         memory_bytes = Counter[int]()
         memory_later_bytes = Counter[int]()
         for name, place in plan.items():
-            key = (name, place.sharding_type)
-            for rank, shard in zip(
-                place.ranks,
-                present_options[key].shards,
-                strict=True,
-            ):
+            present = present_options[name, place.sharding_type]
+            later = later_options[name, place.sharding_type]
+            for rank, shard in zip(place.ranks, present.shards, strict=True):
                 memory_bytes[rank] += shard.storage.ddr
-            for rank, shard in zip(place.ranks, later_options[key].shards, strict=True):
+            for rank, shard in zip(place.ranks, later.shards, strict=True):
                 lookups_ms[rank] += shard.perf.fwd_compute + shard.perf.bwd_compute
                 memory_later_bytes[rank] += shard.storage.ddr
         placed_tables = self._placed_tables(plan, statistics)
@@ -350,12 +347,7 @@ class _Job:
             )
             bytes_ms = 0.0
             for collective in traffic:
-                bytes_ms += milliseconds(
-                    collective,
-                    within_host,
-                    between_hosts,
-                    "cpu",
-                )
+                bytes_ms += milliseconds(collective, within_host, between_hosts, "cpu")
             forecasts.append(
                 RankForecast(
                     rank=rank,

@@ -168,6 +168,21 @@ def milliseconds(
     return factor * max(sent_ms, received_ms)
 
 
+def _check_placed(table: PlacedTable, rank: int, ranks: int) -> None:
+    """Raises ValueError if a table, or ``rank``, is not on the first ``ranks`` ranks."""
+    for number in (rank, *table.ranks):
+        if not 0 <= number < ranks:
+            raise ValueError(
+                f"ranks must be from 0 to {ranks - 1}, got rank {rank} and shards on"
+                f" {table.ranks}"
+            )
+    if table.sharding_type == "row_wise" and table.ranks != tuple(range(ranks)):
+        raise ValueError(
+            f"a row_wise table must be on all {ranks} ranks in their order, got"
+            f" {table.ranks}"
+        )
+
+
 def rank_traffic(
     tables: Sequence[PlacedTable],
     rank: int,
@@ -189,16 +204,7 @@ def rank_traffic(
     all ranks.
     """
     for table in tables:
-        if not all(0 <= number < ranks for number in (rank, *table.ranks)):
-            raise ValueError(
-                f"ranks must be from 0 to {ranks - 1}, got rank {rank} and shards on"
-                f" {table.ranks}"
-            )
-        if table.sharding_type == "row_wise" and table.ranks != tuple(range(ranks)):
-            raise ValueError(
-                f"a row_wise table must be on all {ranks} ranks in their order, got"
-                f" {table.ranks}"
-            )
+        _check_placed(table, rank, ranks)
     if ranks_per_host is None:
         ranks_per_host = ranks
     # A collection exchanges, for each sharding type, the size of each of its inputs and

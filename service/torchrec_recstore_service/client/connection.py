@@ -432,9 +432,8 @@ class Connection:
         if os.getpid() != self._process:
             self.check_process()
         end = time.monotonic() + self._access.timeout_s
-        is_pair = len(self._sides) > 1
         longest_s = float("inf")  # of an attempt
-        if is_pair and timeout_s is None:
+        if len(self._sides) > 1 and timeout_s is None:
             longest_s = min(_HANGS_S, self._access.timeout_s)
         left_s = min(longest_s, timeout_s or self._access.timeout_s)
         failures: _Failures | None = None
@@ -462,9 +461,8 @@ class Connection:
                     raise raised from None
                 if _kind(error) == SERVER_RESUMED:
                     self._epoch.resumed(runs, table)
-                elif is_pair and self._side is side:
-                    # The other server of the pair may be the primary now.
-                    self._side = self._sides[1 - self._sides.index(side)]
+                else:
+                    self._turn_from(side)
             except ValueError as error:
                 if "closed channel" in str(error):
                     raise ValueError(
@@ -473,6 +471,13 @@ class Connection:
                 raise
             failures.backoff.pause()
             left_s = min(longest_s, timeout_s or max(0.001, failures.backoff.left_s))
+
+    def _turn_from(self, side: Side) -> None:
+        """Lets later attempts call the other server of a pair, which may be the primary
+        now, unless another call has done so.
+        """
+        if len(self._sides) > 1 and self._side is side:
+            self._side = self._sides[1 - self._sides.index(side)]
 
     def _may_pass(self, error: grpc.RpcError) -> bool:
         """Returns whether a repetition of a call may succeed."""

@@ -365,6 +365,49 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._changed.notify_all()
 
 
+class _Threads:
+    """The threads of a server.
+
+    Calls that need no token have threads of their own, so that they cannot block the
+    others.
+    """
+
+    def __init__(self, max_calls: int) -> None:
+        self.calls = CallThreads(max_calls, "recstore-call")
+        self.long_calls = CallThreads(_LONG_CALLS, "recstore-long")
+        self.open_calls = CallThreads(
+            _OPEN_CALLS,
+            "recstore-health",
+            queued=_OPEN_QUEUE,
+        )
+        self.watches = CallThreads(
+            _WATCHES,
+            "recstore-watch",
+            queued=_WATCHES,
+            of_one=_WATCHES_OF_ONE,
+        )
+
+    def __iter__(self) -> Iterator[CallThreads]:
+        yield self.calls
+        yield self.open_calls
+        yield self.watches
+        yield self.long_calls
+
+    def by_method(self, service: str, long: Sequence[str]) -> dict[str, CallThreads]:
+        """Returns the threads of each method; "" is for all other methods.
+
+        ``long`` are the names of the methods of the service that may take minutes.
+        """
+        threads = {
+            "": self.calls,
+            f"{_HEALTH}Check": self.open_calls,
+            _WATCH: self.watches,
+        }
+        for method in long:
+            threads[f"/{service}/{method}"] = self.long_calls
+        return threads
+
+
 class GrpcServer:
     """A gRPC server with health checks and reflection.
 
@@ -393,22 +436,7 @@ class GrpcServer:
         """The token that clients must send. None: they need none."""
         if options.token_file is not None:
             self.token = watched_token(options.token_file)
-        # Calls that need no token have threads of their own, so that they cannot block
-        # the others.
-        calls = CallThreads(options.max_calls, "recstore-call")
-        long_calls = CallThreads(_LONG_CALLS, "recstore-long")
-        open_calls = CallThreads(
-            _OPEN_CALLS,
-            "recstore-health",
-            queued=_OPEN_QUEUE,
-        )
-        watches = CallThreads(
-            _WATCHES,
-            "recstore-watch",
-            queued=_WATCHES,
-            of_one=_WATCHES_OF_ONE,
-        )
-        self._threads = (calls, open_calls, watches, long_calls)
+        self._threads = _Threads(options.max_calls)
         self.memory = RequestMemory(options.max_request_memory)
         """The memory of the requests of all running calls."""
         max_connections = (
@@ -416,17 +444,15 @@ class GrpcServer:
             options.max_connections,
         )
         self._server = grpc.server(
-            calls,
-            interceptors=[Guard(self.token, open_calls)],
+            self._threads.calls,
+            interceptors=[Guard(self.token, self._threads.open_calls)],
             options=[*_OPTIONS, max_connections],
         )
-        threads = {"": calls, f"{_HEALTH}Check": open_calls, _WATCH: watches}
-        threads |= {f"/{service}/{method}": long_calls for method in long}
         self._health = Health()
         self._names = ("", service)
         handlers = Handlers(
             self._server,
-            threads=threads,
+            threads=self._threads.by_method(service, long),
             memory=self.memory,
             idle=frozenset([_WATCH]),
         )
@@ -468,7 +494,8 @@ class GrpcServer:
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """Returns a description and a function of each number for the metrics."""
-        calls, _, watches, _ = self._threads
+        calls = self._threads.calls
+        watches = self._threads.watches
         port = int(self.address.rpartition(":")[2])
         connections = "The number of connections. Linux only."
         return {

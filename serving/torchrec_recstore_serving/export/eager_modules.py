@@ -595,6 +595,26 @@ class StaticEmbedding(nn.Module):
         return rows.to(self._output).view(shape + [rows.shape[1]])  # noqa: RUF005  (TorchScript)
 
 
+def _bag_bounds(
+    ids: Tensor,
+    offsets: Tensor | None,
+    include_last_offset: bool,
+) -> Tensor:
+    """Returns where each bag begins, and the end of the last: (bags + 1,) int64."""
+    if ids.dim() == 2:
+        bags = torch.arange(ids.shape[0] + 1, device=ids.device)
+        return bags * ids.shape[1]
+    if offsets is None or ids.dim() != 1:
+        raise ValueError(
+            "ids must have the shape (B, L), or the shape (N,) together with offsets"
+        )
+    bounds = integers(offsets, "offsets")
+    if include_last_offset:
+        return bounds
+    last_bound = bounds.new_full((1,), ids.shape[0])
+    return torch.cat([bounds, last_bound])
+
+
 class StaticEmbeddingBag(nn.Module):
     """A ``RecStoreEmbeddingBag`` for inference.
 
@@ -634,20 +654,7 @@ class StaticEmbeddingBag(nn.Module):
         See ``RecStoreEmbeddingBag.forward``; nested tensors are not supported.
         """
         weights = per_sample_weights
-        if input.dim() == 2:
-            bounds = (
-                torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
-            )
-        else:
-            if offsets is None or input.dim() != 1:
-                raise ValueError(
-                    "ids must have the shape (B, L), or the shape (N,) together with"
-                    " offsets"
-                )
-            bounds = integers(offsets, "offsets")
-            if not self._include_last_offset:
-                last_bound = bounds.new_full((1,), input.shape[0])
-                bounds = torch.cat([bounds, last_bound])
+        bounds = _bag_bounds(input, offsets, self._include_last_offset)
         values = integers(input, "ids").reshape(-1)
         if weights is not None:
             weights = weights.reshape(-1)
