@@ -131,7 +131,9 @@ def run_directories(folder: str | Path) -> list[Run]:
     runs = []
     for directory, names, files in os.walk(folder):
         root = Path(directory)
-        names[:] = sorted(name for name in names if not _RUN.fullmatch(name))
+        # os.walk() visits the names that remain in its list, in their order
+        other_names = [name for name in names if not _RUN.fullmatch(name)]
+        names[:] = sorted(other_names)
         paths = _runs(root) if _LOCK in files else []
         if not paths:
             continue
@@ -144,9 +146,16 @@ def run_directories(folder: str | Path) -> list[Run]:
 
 def _run(path: Path, owner: str | None) -> Run:
     """Describes a run directory, whose process has written ``owner``, if it lives."""
-    run = Run(path, unquote(path.parent.name), _size(path), alive=owner is not None)
-    number, _, host = (owner or "").partition(" ")
-    if not number.isdigit():
+    run = Run(
+        path=path,
+        shard=unquote(path.parent.name),
+        bytes=_size(path),
+        alive=owner is not None,
+    )
+    if owner is None:
+        return run
+    number, _, host = owner.partition(" ")
+    if not number.isdigit():  # the process has not written it yet
         return run
     return replace(run, pid=int(number), host=host)
 
@@ -177,8 +186,9 @@ def _runs(root: Path) -> list[Path]:
     """
     runs = []
     for run in root.glob("*/run-*"):
-        is_link = run.is_symlink() or run.parent.is_symlink()
-        if _RUN.fullmatch(run.name) and not is_link and run.parent.name != _SHARED:
+        if run.is_symlink() or run.parent.is_symlink():
+            continue
+        if _RUN.fullmatch(run.name) and run.parent.name != _SHARED:
             runs.append(run)
     return sorted(runs)
 

@@ -94,14 +94,7 @@ class TcpConnection:
             self._end = 0
             # the bytes that are read at once
             self._read_bytes = _AHEAD_BYTES
-            secret = b"" if token is None else token.encode()
-            name = server.encode()
-            head = b"RECSTORE"
-            for number in (ROWS_VERSION, len(secret), len(name)):
-                head += number.to_bytes(4, "little")
-            self._send(secret + name, [], head)
-            if self._receive().server != server:
-                raise OSError("another program has answered")
+            self._greet(token, server)
         except CallError as error:
             raw.close()
             if isinstance(error, ServedError):
@@ -110,6 +103,17 @@ class TcpConnection:
         except BaseException:
             raw.close()
             raise
+
+    def _greet(self, token: str | None, server: str) -> None:
+        """Tells the server who calls, and checks that it is the one that is meant."""
+        secret = b"" if token is None else token.encode()
+        name = server.encode()
+        head = b"RECSTORE"
+        for number in (ROWS_VERSION, len(secret), len(name)):
+            head += number.to_bytes(4, "little")
+        self._send(secret + name, [], head)
+        if self._receive().server != server:
+            raise OSError("another program has answered")
 
     def is_alive(self) -> bool:
         """Returns whether the server is still there. To be called between two calls."""
@@ -124,7 +128,9 @@ class TcpConnection:
     def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
         """See :meth:`Streams.pull`."""
         self._deadline = time.monotonic() + left_s
-        most_tables = max(1, (1 << 20) // (512 + 4 * max(map(len, call.tables))))
+        longest_name = max(len(name) for name in call.tables)
+        # a header of at most a megabyte, in UTF-8
+        most_tables = max(1, (1 << 20) // (512 + 4 * longest_name))
         for header, ids, begin, size in call.reads(
             epoch,
             _CALL_BYTES,
@@ -186,16 +192,16 @@ class TcpConnection:
     ) -> int:
         """See :meth:`Streams.write`."""
         self._deadline = time.monotonic() + left_s
-        arrays: list[Any] = [call.ids.numpy(), call.stream()]
-        request = pb.SegmentRequest(
-            write=header,
-            ids=arrays[0].nbytes,
-            rows=arrays[1].nbytes,
-        )
+        ids = call.ids.numpy()
+        rows = call.stream()
+        arrays: list[Any] = [ids, rows]
+        request = pb.SegmentRequest(write=header, ids=ids.nbytes, rows=rows.nbytes)
         if initial is not None:
-            arrays += [initial.ids.numpy(), initial.stream()]
-            request.initial_ids = arrays[2].nbytes
-            request.initial_rows = arrays[3].nbytes
+            initial_ids = initial.ids.numpy()
+            initial_rows = initial.stream()
+            arrays += [initial_ids, initial_rows]
+            request.initial_ids = initial_ids.nbytes
+            request.initial_rows = initial_rows.nbytes
         self._send(request.SerializeToString(), arrays)
         return int(self._receive().deleted)
 
@@ -227,33 +233,33 @@ class TcpConnection:
             raise call_gone(error) from None
 
     def _receive(self) -> pb.SegmentReply:
-        size = 4  # of the number before the message, and then of the message
-        content = b""
-        for is_message in (False, True):
-            while self._end - self._begin < size:
-                # the remaining bytes move to the beginning
-                if self._begin + size > _AHEAD_BYTES or self._begin == self._end:
-                    remaining = bytes(self._view[self._begin : self._end])
-                    self._view[: len(remaining)] = remaining
-                    self._begin = 0
-                    self._end = len(remaining)
-                most_end = self._begin + max(size, self._read_bytes)
-                self._end += self._read(self._view[self._end : most_end])
-            content_end = self._begin + size
-            content = bytes(self._view[self._begin : content_end])
-            self._begin = content_end
-            if not is_message:
-                size = int.from_bytes(content, "little")
-                if size > _AHEAD_BYTES:
-                    raise call_gone("the reply is too long")
+        size = int.from_bytes(self._next_bytes(4), "little")
+        if size > _AHEAD_BYTES:
+            raise call_gone("the reply is too long")
+        message = self._next_bytes(size)
         try:
-            reply: pb.SegmentReply = pb.SegmentReply.FromString(content)
+            reply: pb.SegmentReply = pb.SegmentReply.FromString(message)
         except DecodeError:
             raise call_gone("the reply cannot be read") from None
         if reply.code:
             code = MESSAGE_CODES.get(reply.code, grpc.StatusCode.UNKNOWN)
             raise ServedError(code, reply.details, reply.error)
         return reply
+
+    def _next_bytes(self, size: int) -> bytes:
+        """Receives so many bytes, and reads more ahead."""
+        while self._end - self._begin < size:
+            # the remaining bytes move to the beginning
+            if self._begin + size > _AHEAD_BYTES or self._begin == self._end:
+                remaining = bytes(self._view[self._begin : self._end])
+                self._view[: len(remaining)] = remaining
+                self._begin = 0
+                self._end = len(remaining)
+            most_end = self._begin + max(size, self._read_bytes)
+            self._end += self._read(self._view[self._end : most_end])
+        first = self._begin
+        self._begin += size
+        return bytes(self._view[first : self._begin])
 
     def _array(self, size: int) -> Any:
         array = np.empty(size, np.uint8)

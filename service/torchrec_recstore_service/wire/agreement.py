@@ -324,13 +324,16 @@ def state_of(state: pb.DescribeReply, states: Sequence[pb.DescribeReply] = ()) -
             f"has older rows of epoch {state.epoch} than before: its data directory was"
             " rolled back, or is a copy"
         )
+    epoch = str(state.epoch)
     # epochs of one number that several clients have begun differ by their tokens
     tokens = {server.token for server in states if server.epoch == state.epoch}
-    token = f" ({state.token[:8]})" if len(tokens - {""}) > 1 else ""
+    tokens.discard("")
+    if len(tokens) > 1:
+        epoch = f"{epoch} ({state.token[:8]})"
     if state.live:
-        return f"is in epoch {state.epoch}{token}"
+        return f"is in epoch {epoch}"
     if state.waits:
-        return f"was stopped in epoch {state.epoch}{token} and started again"
+        return f"was stopped in epoch {epoch} and started again"
     rows = f"from the save {state.at.name!r}" if state.at.name else "without rows"
     return f"was killed in epoch {state.epoch} and started again {rows}"
 
@@ -418,14 +421,13 @@ def _check_one_set(
         raise ServerSetError(
             f"the servers belong to different sets: {sets}; name the servers of one set"
         )
-    first = in_sets[0]
     named = ", ".join(addresses)
-    if first.members != len(states):
-        address = addresses[[state.set for state in states].index(first.set)]
-        raise ServerSetError(
-            f"the set of the server {address} has {first.members} servers, and"
-            f" {len(states)} are named: {named}; name all servers of the set"
-        )
+    for address, state in zip(addresses, states, strict=True):
+        if state.set and state.members != len(states):
+            raise ServerSetError(
+                f"the set of the server {address} has {state.members} servers, and"
+                f" {len(states)} are named: {named}; name all servers of the set"
+            )
     if len({state.member for state in in_sets}) < len(in_sets):
         raise ServerSetError(f"two of the addresses are of the same server: {named}")
 
@@ -476,18 +478,16 @@ def _save_of(
     if len(states) == 1:
         return pb.Saved(name=name)
     complete = ", ".join(repr(saved.name) for saved in saves) or "none"
-    lacking = None
     for address, state in zip(addresses, states, strict=True):
         names = {saved.name for saved in [*state.saves, *state.prepared]}
-        if lacking is None and name not in names:
-            lacking = address
-    if lacking is None:
-        raise FileNotFoundError(
-            f"the servers have different saves of the name {name!r}:"
-            f" {', '.join(addresses)}; the complete saves are: {complete}"
-        )
+        if name not in names:
+            raise FileNotFoundError(
+                f"server {address} has no save {name!r}; the complete saves are:"
+                f" {complete}"
+            )
     raise FileNotFoundError(
-        f"server {lacking} has no save {name!r}; the complete saves are: {complete}"
+        f"the servers have different saves of the name {name!r}:"
+        f" {', '.join(addresses)}; the complete saves are: {complete}"
     )
 
 

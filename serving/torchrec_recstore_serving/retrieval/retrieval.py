@@ -153,9 +153,9 @@ class Retrieval:
             raise TypeError(
                 f"table must be the name of a table, got {type(table).__name__}"
             )
-        if isinstance(tower, nn.Module) or not (
-            tower is None or isinstance(tower, str) or callable(tower)
-        ):
+        # A module can be called, but it is not the served one.
+        is_function = callable(tower) and not isinstance(tower, nn.Module)
+        if not (tower is None or isinstance(tower, str) or is_function):
             raise TypeError(
                 "tower must be the path of a module in the served model, or a function"
                 f" of the served model and ids, got {type(tower).__name__}"

@@ -108,24 +108,23 @@ class VectorIndex:
         """
         library = faiss()
         dim = vectors.shape[1]
-        cluster_count = _cluster_count(clusters, len(ids))
         if metric == "inner_product":
             centers = library.IndexFlatIP(dim)
             faiss_metric = library.METRIC_INNER_PRODUCT
         else:
             centers = library.IndexFlatL2(dim)
             faiss_metric = library.METRIC_L2
-        if (
-            previous is not None
-            and previous.dim == dim
-            and not previous.is_worn(clusters, len(ids))
-        ):
-            centers.add(previous.index.quantizer.reconstruct_n(0, previous.index.nlist))
+
+        cluster_count = _cluster_count(clusters, len(ids))
+        is_new = False
+        if previous is not None and previous._can_lend(dim, clusters, len(ids)):
+            cluster_count = int(previous.index.nlist)
+            centers.add(previous.index.quantizer.reconstruct_n(0, cluster_count))
         elif cluster_count == 1:
             centers.add(np.zeros((1, dim), np.float32))
-        is_new = not centers.ntotal
-        nlist = cluster_count if is_new else centers.ntotal
-        index = library.IndexIVFFlat(centers, dim, nlist, faiss_metric)
+        else:
+            is_new = True
+        index = library.IndexIVFFlat(centers, dim, cluster_count, faiss_metric)
         if is_new:
             index.train(vectors.numpy())
         index.is_trained = True
@@ -149,6 +148,10 @@ class VectorIndex:
     def dim(self) -> int:
         """The number of columns of the vectors."""
         return int(self.index.d)
+
+    def _can_lend(self, dim: int, clusters: int, count: int) -> bool:
+        """Returns whether another index of ``count`` vectors can use the clusters."""
+        return self.dim == dim and not self.is_worn(clusters, count)
 
     def is_worn(self, clusters: int, count: int) -> bool:
         """Returns whether ``count`` vectors need new clusters.
@@ -214,9 +217,9 @@ class VectorIndex:
                 recall needs.
         """
         parameters = faiss().SearchParametersIVF(nprobe=probes or self.index.nprobe)
-        results = self.index.search(queries.numpy(), k, params=parameters)
-        scores = torch.from_numpy(results[0])
-        ids = torch.from_numpy(results[1])
+        score_array, id_array = self.index.search(queries.numpy(), k, params=parameters)
+        scores = torch.from_numpy(score_array)
+        ids = torch.from_numpy(id_array)
         by_product = self.index.metric_type == faiss().METRIC_INNER_PRODUCT
         worst = -torch.inf if by_product else torch.inf
         scores = scores.masked_fill(ids == -1, worst)
