@@ -37,10 +37,16 @@ _NO_BAGS = "each feature must have a list of bags, which are lists of ids"
 _GREATEST = torch.finfo(torch.float32).max
 _JSON_KINDS = {dict: "an object", list: "a list", type(None): "null"}
 _NO_IDS = torch.empty(0, dtype=torch.int64)
-_SEND_INTEGERS = (
-    "ids and lengths are integers: send 20000001, not 20000001.0, because floats do not"
-    " hold every id"
+_INTEGERS = "ids and lengths are integers"
+_NO_FLOATS = (
+    f"{_INTEGERS}: send 20000001, not 20000001.0, because floats do not hold every id"
 )
+_NO_TEXTS = (
+    f"{_INTEGERS}, and this is a text: send the integer that the text had as an id in"
+    " training"
+)
+_NO_INTEGER = {float: _NO_FLOATS, str: _NO_TEXTS}
+"""Why a value is no id, by its type. Other types have no more to say."""
 
 
 def array_of(tensor: Tensor) -> Any:
@@ -326,7 +332,8 @@ def _vector(value: Any, name: str, place: str, *, integers: bool = True) -> Tens
         kinds = {int, float}
     if integers and kinds != {int}:
         wrong = _first(value, lambda entry: type(entry) is not int)
-        raise _refused(name, f"{place}[{wrong}]", value[wrong], _SEND_INTEGERS)
+        reason = _NO_INTEGER.get(type(value[wrong]), _INTEGERS)
+        raise _refused(name, f"{place}[{wrong}]", value[wrong], reason)
     return _numbers(value, kinds, name, lambda i: f"{place}[{i}]")
 
 

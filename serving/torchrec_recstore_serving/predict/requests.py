@@ -1,6 +1,6 @@
 """Requests to a served model, and how several requests become one batch.
 
-Tests: tests/serving/predict/test_predictor.py.
+Tests: tests/serving/predict/test_predictor.py, tests/serving/predict/test_requests.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 _NO_INTEGERS = "must be integers"
 FLOAT_IDS = "ids must be integers"
 """The beginning of the error of a model that got ids of another type."""
+# The last line of the error of TorchScript for a key that a dict lacks.
+_NO_KEY = "KeyError: "
 
 
 @dataclass(frozen=True)
@@ -223,14 +225,19 @@ def call(
         try:
             result = model(**arguments)
         except Exception as error:
-            raise _refusal(error, arguments) or error from error
+            raise _refusal(error, request, arguments) or error from error
     return _outputs(result)
 
 
-def _refusal(error: Exception, arguments: Mapping[str, object]) -> ValueError | None:
+def _refusal(
+    error: Exception,
+    request: Request,
+    arguments: Mapping[str, object],
+) -> ValueError | None:
     """Returns the error of a model that refuses its arguments.
 
-    TorchScript has raised a ``ValueError``.
+    TorchScript has raised a ``ValueError``, or a ``KeyError`` for a feature that the
+    model reads itself.
 
     None: another error.
     """
@@ -245,13 +252,26 @@ def _refusal(error: Exception, arguments: Mapping[str, object]) -> ValueError | 
             f"{FLOAT_IDS}, and the argument(s) {', '.join(map(repr, floats))} hold"
             " floats"
         )
+    features = {
+        name: value.keys
+        for name, value in request.arguments.items()
+        if isinstance(value, JaggedArgument) and value.keys
+    }
+    of_arguments = [
+        f"{name!r} of shape {list(tensor.shape)}" for name, tensor in tensors.items()
+    ]
+    for name, keys in features.items():
+        of_arguments.append(f"{name!r} with the features {', '.join(map(repr, keys))}")
+    refused = f"the model refuses its arguments ({'; '.join(of_arguments)}):"
+    _, _, missing = last_line.partition(_NO_KEY)
+    if missing and features and not any(missing in keys for keys in features.values()):
+        return ValueError(
+            f"{refused} it reads the feature {missing!r}, which they lack"
+        )
     kind, _, cause = last_line.partition("ValueError: ")
     if kind != "builtins.":
         return None
-    shapes = [
-        f"{name!r} of shape {list(tensor.shape)}" for name, tensor in tensors.items()
-    ]
-    return ValueError(f"the model refuses its arguments ({', '.join(shapes)}): {cause}")
+    return ValueError(f"{refused} {cause}")
 
 
 def _are_integers(tensor: Tensor) -> bool:
