@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
@@ -32,6 +33,9 @@ FLAGS = [
     "-Wno-ignored-attributes",
     "-Wno-unused-parameter",
 ]
+
+OPS_FILE = "ops.cpp"
+"""The end of the name of the file that includes all files of the folder `ops`."""
 
 
 def torch_folder() -> "str | None":
@@ -101,15 +105,19 @@ class BuildOnTorch(build_ext):
         for extension in self.extensions:
             extension.extra_compile_args += ["-isystem", os.path.join(root, "include")]
             extension.library_dirs.append(os.path.join(root, "lib"))
+            self._join_ops(extension)
         compile_files = self.compiler.compile
 
-        def compile_together(files: "list[str]", **options: Any) -> "list[str]":
+        def compile_in_parallel(files: "list[str]", **options: Any) -> "list[str]":
             """Compiles one file on each core; setuptools would compile them one after
             the other.
             """
             # The files that take the compiler longest are the first ones, so that no
             # core waits for them at the end.
-            longest_first = sorted(files, key=lambda file: "row_loops_" not in file)
+            long_ones = ("row_loops_", OPS_FILE)
+            longest_first = sorted(
+                files, key=lambda file: not any(name in file for name in long_ones)
+            )
             progress = Progress(len(files))
 
             def compile_one(file: str) -> None:
@@ -125,8 +133,27 @@ class BuildOnTorch(build_ext):
                 )
             )
 
-        self.compiler.compile = compile_together
+        self.compiler.compile = compile_in_parallel
         super().build_extensions()
+
+    def _join_ops(self, extension: Extension) -> None:
+        """Compiles the files of the folder `ops` as one file that includes them.
+
+        They alone include torch's headers, which take the compiler longer than the
+        files themselves.
+        """
+        ops = [file for file in extension.sources if "/ops/" in file]
+        # Not in `build_temp`: ccache finds an object by the path of its source, and pip
+        # gives a new folder to each editable installation.
+        joined = f"build/{extension.name}_{OPS_FILE}"
+        os.makedirs("build", exist_ok=True)
+        with open(joined, "w") as file:
+            file.writelines(f'#include "{path}"\n' for path in ops)
+        others = [file for file in extension.sources if file not in ops]
+        extension.sources = [*others, joined]
+        extension.include_dirs.append(".")
+        # A change of one of them compiles the extension again.
+        extension.depends += ops
 
 
 class WithCore(sdist):

@@ -20,8 +20,6 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kSmallRead = int64_t{1} << 18;  // numbers. A smaller read runs on the calling thread
-
 // Runs a call, and turns its exception into a status and a message.
 template <class Call>
 int guarded(RowError* error, const Call& call) noexcept {

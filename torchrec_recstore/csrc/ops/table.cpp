@@ -21,7 +21,6 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kSmallRead = int64_t{1} << 18;  // numbers
 constexpr int64_t kMostColumns = int64_t{1} << 24;
 constexpr int64_t kMostDepartures = int64_t{1} << 30;
 

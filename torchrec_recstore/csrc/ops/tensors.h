@@ -24,6 +24,8 @@ using torch::stable::Tensor;
 
 // Runs work on torch's thread pool.
 Executor& executor();
+// A read of as many numbers, or of fewer, runs on the calling thread.
+inline constexpr int64_t kSmallRead = int64_t{1} << 18;
 
 // The functions named checked_* return the tensor, made contiguous, or throw InvalidArgument.
 // name: the name of the argument in the error; dim: the number of dimensions.

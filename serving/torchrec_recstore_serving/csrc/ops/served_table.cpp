@@ -3,7 +3,11 @@
 //
 // This library has no code of Python, and nothing of TorchRec. torch's stable ABI has no classes, so the library uses
 // libtorch's C++ interface and fits the version of torch that it was built with.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 #include <torch/custom_class.h>
 #include <torch/headeronly/version.h>
 
