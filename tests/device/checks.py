@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.device import streams
 from torchrec_recstore import SGD, Table, ops
@@ -29,21 +30,121 @@ def late_copies(device: torch.device) -> list[str]:
     said.append(
         f"the host sees {seen} before it waits, and {buffer[0].item()} afterwards"
     )
-    staged = of_device.pinned((3,), torch.float32).fill_(6.0)
-    there = torch.empty(3, device=device)
-    there.copy_(staged, non_blocking=True)
-    staged.fill_(7.0)
-    said.append(
-        "what the host writes after it has queued a copy goes up:"
-        f" {there.cpu()[0].item()}"
-    )
-    made = tensor + 1
-    try:
-        with of_device.side_stream:
-            buffer.copy_(made, non_blocking=True)
-    except streams.Race:
-        said.append("a stream that does not wait for another one is refused")
+    has_happened = set()
+    for seed in range(20):
+        value = tensor.cpu()[0].item()
+        with streams.delays(seed):
+            buffer.copy_(tensor, non_blocking=True)
+            event.record(of_device.current())
+            has_happened.add(event.query())
+            tensor.neg_()  # after the copy, on the same stream
+            event.synchronize()
+            assert buffer[0].item() == value
+    said.append(f"at random, an event has happened: {sorted(has_happened)}")
     return said
+
+
+class Program:
+    """Uses of one tensor and one pinned buffer by two streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = streams.DeviceStreams(device)
+        self.tensor: Tensor | None = torch.ones(4, 3).to(device)
+        self.buffer = self.streams.pinned((3,), torch.float32).fill_(6.0)
+        self.streams.current().synchronize()
+
+    def read_aside(self, row: int = 0) -> None:
+        assert self.tensor is not None
+        with self.streams.side_stream:
+            self.buffer.copy_(self.tensor[row], non_blocking=True)
+
+    def write_aside(self, row: int = 0) -> None:
+        assert self.tensor is not None
+        with self.streams.side_stream:
+            self.tensor[row].copy_(self.buffer, non_blocking=True)
+
+    def read(self, row: int = 0) -> None:
+        assert self.tensor is not None
+        self.tensor[row].sum()
+
+    def write(self, row: int = 0) -> None:
+        assert self.tensor is not None
+        self.tensor[row].fill_(2.0)
+
+    def free(self) -> None:
+        self.tensor = None
+
+    def change_buffer(self) -> None:
+        self.buffer.fill_(7.0)
+
+    def wait(self) -> None:
+        """Each stream waits for what the other one has been given."""
+        self.streams.current().wait_stream(self.streams.side_stream)
+        self.streams.side_stream.wait_stream(self.streams.current())
+
+    def host_waits(self) -> None:
+        """The host waits for both streams."""
+        self.streams.side_stream.synchronize()
+        self.streams.current().synchronize()
+
+
+MISTAKES: dict[str, tuple[str, str]] = {
+    "read after write": ("write", "read_aside"),
+    "read after a copy up": ("write_aside", "read"),
+    "write after read": ("read_aside", "write"),
+    "copy up after read": ("read", "write_aside"),
+    "write after write": ("write_aside", "write"),
+    "freed while it is read": ("read_aside", "free"),
+    "freed while it is written": ("write_aside", "free"),
+}
+"""Two uses of a tensor by two streams, which need an event between them."""
+
+
+def mistakes(device: torch.device) -> dict[str, list[str]]:
+    """What the device says of each mistake, of the same uses with an event of the
+    streams or a wait of the host between them, and of uses of two rows of the tensor.
+    """
+    messages: dict[str, list[str]] = {}
+    for name, (first, second) in MISTAKES.items():
+        messages[name] = [
+            _message_of(device, [first, *between, second])
+            for between in ([], ["wait"], ["host_waits"])
+        ]
+        if second != "free":
+            program = Program(device)
+            getattr(program, first)(0)
+            getattr(program, second)(1)
+            messages[name].append("nothing")
+    for first in ("read_aside", "write_aside"):
+        messages[f"{first}, and the host changes the buffer"] = [
+            _message_of(device, [first, *between, "change_buffer"])
+            for between in ([], ["wait"], ["host_waits"])
+        ]
+    return messages
+
+
+def _message_of(device: torch.device, uses: list[str]) -> str:
+    program = Program(device)
+    try:
+        for use in uses:
+            getattr(program, use)()
+        program.host_waits()
+    except streams.Race as race:
+        return str(race)
+    finally:
+        streams.forget()
+    return "nothing"
+
+
+def counts(device: torch.device) -> dict[str, Any]:
+    """Counts of a program with known copies and kernels."""
+    staged = streams.DeviceStreams(device).pinned((5,), torch.float32).fill_(1.0)
+    with streams.counted() as seen:
+        rows = torch.empty(5, device=device)
+        rows.copy_(staged, non_blocking=True)
+        half = (rows[1:3] * 2).view(2, 1)
+        half.to("cpu")
+    return {"up": seen.up, "down": seen.down, "kernels": seen.kernels}
 
 
 def streams_of_torch(device: torch.device) -> list[str]:
@@ -96,8 +197,10 @@ def failing_updates(device: torch.device) -> list[str]:
 
 
 def changed_gradients(device: torch.device) -> list[str]:
-    """Somebody changes a gradient after backward, on a stream that does not wait for
-    the copy to the host.
+    """Somebody changes a gradient after backward, before it has been used for an
+    update.
+
+    The device refuses a stream that does not wait for the copy to the host.
     """
     table, held, said = Table(4, optimizer=SGD(lr=1.0)), [], []
     group = PooledGroup([table], [0], "sum")
@@ -111,6 +214,12 @@ def changed_gradients(device: torch.device) -> list[str]:
         out.register_hook(held.append)
         (out * 2).sum().backward()
         if change:
+            try:
+                held[-1].zero_()
+            except streams.Race:
+                said.append("the device refuses the change")
+            of_device = streams.DeviceStreams(device)
+            of_device.current().wait_stream(of_device.side_stream)
             held[-1].zero_()
         try:
             said.append(f"{table.stats().updates} updates")
@@ -138,8 +247,10 @@ def misuse(device: torch.device) -> list[str]:
     return said
 
 
-CHECKS: dict[str, Callable[[torch.device], list[str]]] = {
+CHECKS: dict[str, Callable[[torch.device], Any]] = {
     "late_copies": late_copies,
+    "mistakes": mistakes,
+    "counts": counts,
     "streams_of_torch": streams_of_torch,
     "failing_updates": failing_updates,
     "changed_gradients": changed_gradients,

@@ -14,6 +14,7 @@ memory, so that this package gets them from ``streams_by_type``.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,18 +38,36 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, values: torch.Tensor, memory: Memory | None = None
+        cls,
+        values: torch.Tensor,
+        memory: Memory | None = None,
+        span: tuple[int, int] | None = None,
     ) -> DeviceTensor:
         tensor = torch._C._acc.create_empty_tensor(values.shape, values.dtype)
         tensor.__class__ = cls
         return tensor  # type: ignore[no-any-return]
 
-    def __init__(self, values: torch.Tensor, memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        values: torch.Tensor,
+        memory: Memory | None = None,
+        span: tuple[int, int] | None = None,
+    ) -> None:
         # The tensor says that it is contiguous. A view that is not is a copy here:
         # writes through it are lost.
         self.values_on_device = values.contiguous()
         self.is_copy_of_a_view = self.values_on_device is not values
         self.memory = Memory() if memory is None else memory
+        self.span = streams.span(values) if span is None else span
+        """The range of the tensor's bytes in its memory."""
+
+    def use(self, *, writes: bool) -> None:
+        """The current stream reads or writes the tensor."""
+        self.memory.use(*self.span, writes=writes)
+
+    def end_of_copy(self) -> streams.CopyEnds:
+        """Returns this tensor as one end of a copy."""
+        return streams.CopyEnds(self.memory, *self.span)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -86,7 +105,9 @@ def register() -> torch.device:
         for name in ("detach", "alias"):
             aten.impl(
                 name,
-                lambda tensor: DeviceTensor(tensor.values_on_device, tensor.memory),
+                lambda tensor: DeviceTensor(
+                    tensor.values_on_device, tensor.memory, tensor.span
+                ),
                 "PrivateUse1",
             )
         # The collective of TorchRec's pipelines, which gloo runs on the values.
@@ -113,50 +134,80 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs an operator of torch, FBGEMM or TorchRec on the values of its device
     tensors.
     """
-    written = tree_leaves(
-        [
-            args[place] if place < len(args) else kwargs.get(argument.name)
-            for place, argument in enumerate(op._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-    )
-    for each in written:
-        if isinstance(each, DeviceTensor) and each.is_copy_of_a_view:
+    written = _written(op, args, kwargs)
+    for tensor in written:
+        if tensor.is_copy_of_a_view:
             raise NotImplementedError(f"{op} writes to a view that is not contiguous")
     if op.namespace.startswith("recstore"):
         raise NotImplementedError(
             f"{op} got a tensor on the device, whose memory the host cannot read"
         )
-    inputs = {id(_values(each)): each for each in tree_leaves((args, kwargs))}
-    memories = {}
-    for each in tree_leaves((args, kwargs)):
-        if isinstance(each, DeviceTensor):
-            each.memory.used()
-            memories[_storage(each.values_on_device)] = each.memory
-    memories.pop(0, None)  # empty tensors
-    mine, named = (
-        tree_map(_values, args),
-        {k: tree_map(_values, v) for k, v in kwargs.items() if k != "device"},
-    )
+    leaves = tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
+    values = tree_map(_values, args)
+    named = {
+        key: tree_map(_values, value)
+        for key, value in kwargs.items()
+        if key != "device"
+    }
+    is_view = _is_view(op)
+    if is_view:
+        result = op(*values, **named)
+        is_view = all(view.is_contiguous() for view in tree_leaves(result))
+    if not is_view:
+        for tensor in tensors:
+            tensor.use(writes=any(tensor is other for other in written))
+        result = op(*values, **named)
     device = kwargs.get("device")
+    is_to_host = device is not None and torch.device(device).type == "cpu"
+    inputs = {id(_values(leaf)): leaf for leaf in leaves}
+    owners = {_storage(tensor.values_on_device): tensor for tensor in tensors}
+    owners.pop(0, None)  # empty tensors
 
     def out(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, DeviceTensor):
             return value
         if id(value) in inputs:  # changed in place
             return inputs[id(value)]
-        if device is not None and torch.device(device).type == "cpu":
+        if is_to_host:
             return value
-        tensor = DeviceTensor(value, memories.get(_storage(value)))
-        if _storage(tensor.values_on_device) not in memories:
-            tensor.memory.written()
-        return tensor
+        return _output(value, owners.get(_storage(value)))
 
-    result = op(*mine, **named)
-    for each in written:
-        if isinstance(each, DeviceTensor):
-            each.memory.written()
+    if not is_view:
+        streams.order.append(("kernel", str(op), streams.current()))
     return tree_map(out, result)
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> list[DeviceTensor]:
+    """Returns the tensors on the device that an operator writes."""
+    written = []
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, DeviceTensor):
+                written.append(leaf)
+    return written
+
+
+def _is_view(op: Any) -> bool:
+    """Whether an operator returns its argument in another shape, and moves nothing."""
+    return any(
+        argument.alias_info is not None and not argument.alias_info.is_write
+        for argument in op._schema.arguments
+    )
+
+
+def _output(values: torch.Tensor, owner: DeviceTensor | None) -> DeviceTensor:
+    """Returns an output of an operator, which may be a view of an input, its owner."""
+    if owner is None:
+        tensor = DeviceTensor(values)
+        tensor.use(writes=True)
+        return tensor
+    # The copy of a view does not know where its parts are in the memory.
+    span = owner.span if owner.is_copy_of_a_view else None
+    return DeviceTensor(values, owner.memory, span)
 
 
 def _storage(values: torch.Tensor) -> int:
@@ -167,9 +218,11 @@ def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> Non
     """Copies between the host and the device: at once, or when the stream is waited
     for.
     """
-    up = isinstance(target, DeviceTensor)
-    memory = target.memory if isinstance(target, DeviceTensor) else source.memory  # type: ignore[attr-defined]
-    way, host = ("up", source) if up else ("down", target)
+    if isinstance(target, DeviceTensor):
+        way, host, on_device = "up", source, target
+    else:
+        assert isinstance(source, DeviceTensor)
+        way, host, on_device = "down", target, source
     size = source.numel() * source.element_size()
     values, into = _values(source), _values(target)
     streams.copy(
@@ -182,10 +235,15 @@ def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> Non
             streams.is_pinned(host),
             streams.current(),
         ),
-        memory,
-        lambda: into.copy_(values),
-        None if up else into,
+        on_device.end_of_copy(),
+        partial(_move, values, into),
+        host,
     )
+
+
+def _move(values: torch.Tensor, into: torch.Tensor) -> None:
+    with torch.profiler.record_function(streams.SIMULATION):
+        into.copy_(values)
 
 
 def _to_copy(
@@ -201,12 +259,11 @@ def _to_copy(
     to = tensor.device.type if device is None else torch.device(device).type
     if to == tensor.device.type:
         assert isinstance(tensor, DeviceTensor)
-        tensor.memory.used()
-        cast = DeviceTensor(
-            tensor.values_on_device.to(dtype or tensor.dtype, copy=True)
+        tensor.use(writes=False)
+        streams.order.append(("kernel", "aten._to_copy", streams.current()))
+        return _output(
+            tensor.values_on_device.to(dtype or tensor.dtype, copy=True), None
         )
-        cast.memory.written()
-        return cast
     # The device casts, so that the copy has the dtype of the result, as long as it is
     # on its way up.
     source = (
@@ -226,10 +283,12 @@ def _copy_from(
     if source.device.type != target.device.type:
         _copy(source, target, non_blocking)
         return target
-    for each in (source, target):
-        each.memory.used()  # type: ignore[attr-defined]
-    _values(target).copy_(_values(source))
-    target.memory.written()  # type: ignore[attr-defined]
+    assert isinstance(source, DeviceTensor)
+    assert isinstance(target, DeviceTensor)
+    source.use(writes=False)
+    target.use(writes=True)
+    streams.order.append(("kernel", "aten.copy_", streams.current()))
+    target.values_on_device.copy_(source.values_on_device)
     return target
 
 
@@ -244,18 +303,17 @@ def _as_strided(
 ) -> torch.Tensor:
     # Slices of slices come here with the offset in the tensor, which says that its own
     # offset is 0.
-    tensor.memory.used()
     values = tensor.values_on_device
-    return DeviceTensor(
-        values.as_strided(
-            size, stride, values.storage_offset() + (storage_offset or 0)
-        ),
-        tensor.memory,
+    view = values.as_strided(
+        size, stride, values.storage_offset() + (storage_offset or 0)
     )
+    if not view.is_contiguous():
+        tensor.use(writes=False)
+    return _output(view, tensor)
 
 
 def _view_as_dtype(tensor: DeviceTensor, dtype: torch.dtype) -> torch.Tensor:
-    return DeviceTensor(tensor.values_on_device.view(dtype), tensor.memory)
+    return _output(tensor.values_on_device.view(dtype), tensor)
 
 
 def _empty(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
-from tests.device import checks, scenarios, simulated, steps
+from tests.device import checks, scenarios, simulated, steps, streams
 
 pytestmark = pytest.mark.skipif(
     not hasattr(
@@ -33,6 +33,9 @@ RECORDED = [
     *checks.CHECKS,
 ]
 SCENARIOS = {**steps.SCENARIOS, **checks.CHECKS}
+DELAYED = ["weighted", "sequences", "pipelines", "schedules", "bounds"]
+"""The scenarios that also run with copies at random moments."""
+SEED = 54
 SHORT = [name for name in SCENARIOS if name not in ("long_bounds", *RECORDED)]
 
 
@@ -46,6 +49,11 @@ def run(names: list[str], path: str) -> None:
         on_cpu = None if name in RECORDED else scenario(torch.device("cpu"))
         simulated.copies.clear()
         found[name] = (on_cpu, scenario(device), len(simulated.copies))
+        if name in DELAYED:
+            simulated.copies.clear()
+            with streams.delays(SEED):
+                at_random = scenario(device)
+            found[f"{name}, delayed"] = (on_cpu, at_random, len(simulated.copies))
     torch.save(found, path)
 
 
@@ -79,7 +87,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [*SHORT, *(f"{name}, delayed" for name in DELAYED)])
 def test_results_are_those_of_the_cpu(
     name: str, short: dict[str, tuple[Any, Any, int]]
 ) -> None:
@@ -190,14 +198,61 @@ def test_rows_of_the_next_batch_are_made_and_cold_rows_are_read_before_backward(
     assert sum("cold read" in step for step in of_steps) > 20
 
 
-def test_the_device_runs_copies_late_and_refuses_races(
+def test_the_device_runs_copies_late_or_at_random_moments(
     short: dict[str, tuple[Any, Any, int]],
 ) -> None:
     assert short["late_copies"][1] == [
         "the host sees nonsense before it waits, and 5.0 afterwards",
-        "what the host writes after it has queued a copy goes up: 7.0",
-        "a stream that does not wait for another one is refused",
+        "at random, an event has happened: [False, True]",
     ]
+
+
+def test_the_device_refuses_two_uses_of_memory_without_an_event(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
+    messages_of = short["mistakes"][1]
+    wrong = {name: texts[0] for name, texts in messages_of.items()}
+    assert wrong == {
+        "read after write": race("aside", "reads", "default", "writes"),
+        "read after a copy up": race("default", "reads", "aside", "writes"),
+        "write after read": race("default", "writes", "aside", "reads"),
+        "copy up after read": race("aside", "writes", "default", "reads"),
+        "write after write": race("default", "writes", "aside", "writes"),
+        "freed while it is read": FREED,
+        "freed while it is written": FREED,
+        "read_aside, and the host changes the buffer": changed_buffer("to"),
+        "write_aside, and the host changes the buffer": changed_buffer("from"),
+    }
+    for name, texts in messages_of.items():
+        after_events = texts[1:]
+        if name.endswith("the buffer"):
+            # An event of two streams does not make the host wait.
+            assert after_events.pop(0) == wrong[name]
+        assert set(after_events) == {"nothing"}, name
+
+
+FREED = "memory of stream default is freed while stream aside uses it"
+
+
+def race(now: str, use: str, before: str, use_before: str) -> str:
+    return (
+        f"stream {now} {use} memory that stream {before} {use_before}, and waits for no"
+        " event of it"
+    )
+
+
+def changed_buffer(way: str) -> str:
+    return f"the host has changed a buffer before a copy {way} it has ended"
+
+
+def test_the_device_counts_bytes_copies_and_kernels(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
+    assert short["counts"][1] == {
+        "up": [20],
+        "down": [8],
+        "kernels": ["aten.mul.out"],
+    }
 
 
 def test_the_package_uses_the_streams_of_torch_as_torch_declares_them(
@@ -219,8 +274,9 @@ def test_errors_of_late_updates_are_raised_once_and_lose_no_other_update(
 def test_a_gradient_that_is_changed_while_it_is_copied_is_refused(
     short: dict[str, tuple[Any, Any, int]],
 ) -> None:
-    before, changed = short["changed_gradients"][1]
+    before, refused, changed = short["changed_gradients"][1]
     assert before == "2 updates"
+    assert refused == "the device refuses the change"
     assert changed.startswith(
         "the gradient of RecStore rows was changed in place after backward"
     )
