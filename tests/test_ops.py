@@ -244,6 +244,14 @@ CASES: dict[str, Any] = {
     "group_create": lambda: ([_table()], [0, 0], [0], [0], [0], [0], False),
     "group_destroy": lambda: (_group(),),
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
+    "group_forward_into": lambda: (
+        _group(),
+        IDS,
+        OFFSETS,
+        None,
+        True,
+        torch.zeros(2, 4),
+    ),
     "group_table_ids": lambda: (_group(), IDS, OFFSETS),
     "group_read": lambda: (
         _group(),
@@ -281,6 +289,13 @@ CASES: dict[str, Any] = {
         3,
     ),
     "rows_forward": lambda: ([_group(), _group()], IDS, [2, 1], True),
+    "rows_forward_into": lambda: (
+        [_group(), _group()],
+        IDS,
+        [2, 1],
+        True,
+        torch.zeros(12),
+    ),
     "rows_begin": lambda: (_group(), IDS),
     "rows_read": lambda: (
         [_group(), _group()],
@@ -419,7 +434,8 @@ _GONE = torch.tensor([10**9])
 @pytest.mark.parametrize("name", TAKE_HANDLE)
 def test_an_unknown_handle_is_an_error(name: str) -> None:
     several: Any = {
-        op: [10**9, 1] for op in ("rows_forward", "rows_read", "rows_update")
+        op: [10**9, 1]
+        for op in ("rows_forward", "rows_forward_into", "rows_read", "rows_update")
     }
     bad: Any = {
         "group_create": [10**9],
@@ -639,6 +655,36 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
             "counts",
         ),
         (lambda: native.rows_forward([_group()], IDS, [3, 0], True), "counts"),
+        (
+            lambda: native.rows_forward_into(
+                [_group()], IDS, [2], True, torch.zeros(12)
+            ),
+            "counts",
+        ),
+        (
+            lambda: native.rows_forward_into(
+                [_group()], IDS, [3], True, torch.zeros(11)
+            ),
+            "out must have 12 elements",
+        ),
+        (
+            lambda: native.group_forward_into(
+                _group(), IDS, OFFSETS, None, True, torch.zeros(3, 4)
+            ),
+            "out must have 2 elements in dimension 0",
+        ),
+        (
+            lambda: native.group_forward_into(
+                _group(), IDS, OFFSETS, None, True, torch.zeros(2, 4).double()
+            ),
+            "out must be of dtype float32",
+        ),
+        (
+            lambda: native.group_forward_into(
+                _group(), IDS, OFFSETS, None, True, torch.zeros(4, 2).t()
+            ),
+            "out must be contiguous",
+        ),
         (
             lambda: native.group_backward(_context(), torch.ones(3, 4), [0.1], False),
             "grad",

@@ -77,6 +77,17 @@ def _group_forward(
     return _pooled(group, ids), ids.new_empty(int(train))
 
 
+def _group_forward_into(
+    group: int,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    train: bool,
+    out: Tensor,
+) -> Tensor:
+    return ids.new_empty(int(train))
+
+
 def _group_backward(
     context: Tensor, grad: Tensor, rates: object, weight_grads: bool
 ) -> Tensor:
@@ -92,6 +103,12 @@ def _rows_forward(
 ) -> tuple[Tensor, Tensor]:
     rows = ids.new_empty(_size(), dtype=torch.float32)
     return rows, ids.new_empty(len(groups) if train else 0)
+
+
+def _rows_forward_into(
+    groups: Sequence[int], ids: Tensor, counts: object, train: bool, out: Tensor
+) -> Tensor:
+    return ids.new_empty(len(groups) if train else 0)
 
 
 def _ids_split(
@@ -114,6 +131,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "group_accumulated_backward": _nothing,
     "group_backward": _group_backward,
     "group_forward": _group_forward,
+    "group_forward_into": _group_forward_into,
     "group_prefetch": _nothing,
     "group_read": _pooled,
     "group_table_ids": _table_ids,
@@ -123,6 +141,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "mix_ids": _mixed_ids,
     "rows_begin": _some_ids,
     "rows_forward": _rows_forward,
+    "rows_forward_into": _rows_forward_into,
     "rows_put": _nothing,
     "rows_read": _nothing,
     "rows_take": _nothing,

@@ -459,6 +459,12 @@ float32 or None, train) -> pooled (B, columns) float32, and the context for
 
 The slots that the forward has found are not reused while the context exists.
 """
+group_forward_into: Callable[
+    [int, Tensor, Tensor, Tensor | None, bool, Tensor], Tensor
+] = _ops.group_forward_into.default
+"""(group, ids, offsets, weights, train, out (B, columns) float32, contiguous) -> the
+context of :data:`group_forward`, whose output is written to ``out``.
+"""
 group_table_ids: Callable[[int, Tensor, Tensor | None], list[Tensor]] = (
     _ops.group_table_ids.default
 )
@@ -549,6 +555,12 @@ rows_forward: Callable[
 ``train``.
 
 ``contexts[i : i + 1]`` is the argument of :func:`group_backward` for group ``i``.
+"""
+rows_forward_into: Callable[
+    [Sequence[int], Tensor, Sequence[int], bool, Tensor], Tensor
+] = _ops.rows_forward_into.default
+"""(groups, ids, counts, train, out (sum of counts * columns,) float32, contiguous) ->
+the contexts of :data:`rows_forward`, whose rows are written to ``out``.
 """
 
 # Ids.

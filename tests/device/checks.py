@@ -5,7 +5,9 @@ Each program says in words what it has seen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from tests.device import streams
 from torchrec_recstore import SGD, Table, ops
-from torchrec_recstore.kernels import PooledGroup, device_copies
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup, device_copies
 from torchrec_recstore.kernels.device_copies import CopyTarget
 
 
@@ -147,6 +149,65 @@ def counts(device: torch.device) -> dict[str, Any]:
     return {"up": seen.up, "down": seen.down, "kernels": seen.kernels}
 
 
+LARGE = 256 * 32
+"""The elements of the output in :func:`host_copies`, which nothing else has."""
+
+
+def host_copies(device: torch.device) -> dict[str, tuple[int, list[str]]]:
+    """How often the host copies rows and gradients on their way in a step, and the
+    copies over the bus.
+    """
+    ids = torch.arange(256)
+    copies_of = {}
+    for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16)):
+        to = CopyTarget(device, dtype)
+        bags = PooledGroup([Table(32, optimizer=SGD(lr=1.0))], [0], "sum")
+        rows = SequenceGroup([Table(32, optimizer=SGD(lr=1.0))])
+        look_ups = {
+            "bags": partial(bags, ids, torch.arange(257), to=to),
+            "sequences": partial(rows, ids, [256], to=to),
+        }
+        for kind, look_up in look_ups.items():
+            copies_of[f"{name} {kind}"] = _host_copies_of(partial(_train, look_up))
+            copies_of[f"{name} {kind}, evaluation"] = _host_copies_of(
+                partial(look_up, train=False)
+            )
+    return copies_of
+
+
+def _train(look_up: Callable[..., Tensor]) -> None:
+    out = look_up(train=True)
+    out.backward(torch.ones_like(out))
+    ops.finish_updates()
+
+
+def _host_copies_of(step: Callable[[], object]) -> tuple[int, list[str]]:
+    step()
+    streams.copies.clear()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
+        step()
+    large = [copy for copy in streams.copies if math.prod(copy.shape) == LARGE]
+    calls = [event for event in profile.events() if _is_large_copy(event)]
+    # Each copy over the bus is such a call, too.
+    return len(calls) - len(large), [copy.way for copy in large]
+
+
+def _is_large_copy(event: Any) -> bool:
+    """Whether an event of a profile is a copy of an output, a clone or a cast, that the
+    program itself has called.
+    """
+    shapes = event.input_shapes
+    if event.name != "aten::copy_" or not shapes or math.prod(shapes[0]) != LARGE:
+        return False
+    callers = []
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+        callers.append(event.name)
+    return "aten::copy_" not in callers and streams.SIMULATION not in callers
+
+
 def streams_of_torch(device: torch.device) -> list[str]:
     """The calls that ``Arriving`` makes, with streams of torch.
 
@@ -251,6 +312,7 @@ CHECKS: dict[str, Callable[[torch.device], Any]] = {
     "late_copies": late_copies,
     "mistakes": mistakes,
     "counts": counts,
+    "host_copies": host_copies,
     "streams_of_torch": streams_of_torch,
     "failing_updates": failing_updates,
     "changed_gradients": changed_gradients,

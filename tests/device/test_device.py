@@ -131,6 +131,18 @@ def test_a_step_copies_ids_rows_and_gradients_once(
     assert found["fp16 step"][1]["rows"] * 2 == found["fp32 step"][1]["rows"]
 
 
+def test_lookups_write_into_pinned_memory_and_updates_read_it(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
+    """The host copies rows and gradients only where it changes their data type."""
+    copies_of = short["host_copies"][1]
+    for kind in ("bags", "sequences"):
+        assert copies_of[f"fp32 {kind}"] == (0, ["up", "down"])
+        assert copies_of[f"fp32 {kind}, evaluation"] == (0, ["up"])
+        assert copies_of[f"fp16 {kind}"] == (2, ["up", "down"])
+        assert copies_of[f"fp16 {kind}, evaluation"] == (1, ["up"])
+
+
 def test_the_next_batch_is_ready_before_backward_and_gradients_go_down_beside_the_dense_optimizer(
     short: dict[str, tuple[Any, Any, int]],
 ) -> None:

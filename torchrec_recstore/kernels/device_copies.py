@@ -110,12 +110,27 @@ class Arriving:
         return self._host
 
 
-def up(rows: Tensor, to: CopyTarget) -> Tensor:
+def staging(shape: Sequence[int], to: CopyTarget | None) -> Tensor | None:
+    """Returns pinned memory, float32, for rows that are going to leave the host.
+
+    A lookup writes its output there, so that the host does not copy the output once
+    more. Returns None if the output stays on the host or leaves it in another data
+    type, which :func:`up` converts, and for a shape with a negative size, which only a
+    batch with invalid arguments has.
+    """
+    if to is None or to.dtype is not torch.float32 or min(shape) < 0:
+        return None
+    return _streams_of(to.device).pinned(shape, to.dtype)
+
+
+def up(rows: Tensor, to: CopyTarget, *, staged: Tensor | None = None) -> Tensor:
     """Returns a copy of rows on a device.
 
-    The copy has been queued on the current stream.
+    The copy has been queued on the current stream. If ``rows`` is ``staged``, which is
+    a result of :func:`staging`, the rows are copied from there.
     """
-    staged = _streams_of(to.device).pinned(rows.shape, to.dtype).copy_(rows)
+    if rows is not staged:
+        staged = _streams_of(to.device).pinned(rows.shape, to.dtype).copy_(rows)
     copy = torch.empty(rows.shape, dtype=to.dtype, device=to.device)
     return copy.copy_(staged, non_blocking=True)
 

@@ -183,13 +183,14 @@ class PooledGroup(TableGroup):
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``TableGroup.training_lookup``."""
         assert offsets is not None
         if not self.cold_rows.tiers:
-            return ops.group_forward(self.handle, ids, offsets, weights, True)
+            return self._lookup(ids, offsets, weights, True, out)
         with self.cold_rows.resident(ids, offsets):
-            return ops.group_forward(self.handle, ids, offsets, weights, True)
+            return self._lookup(ids, offsets, weights, True, out)
 
     def evaluation_lookup(
         self,
@@ -197,12 +198,27 @@ class PooledGroup(TableGroup):
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See ``TableGroup.evaluation_lookup``."""
         assert offsets is not None
         if self.cold_rows.tiers:
             return self.cold_rows.read(ids, offsets, weights)
-        return ops.group_forward(self.handle, ids, offsets, weights, False)[0]
+        return self._lookup(ids, offsets, weights, False, out)[0]
+
+    def _lookup(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        train: bool,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output, which is ``out`` unless that is None, and the context."""
+        if out is None:
+            return ops.group_forward(self.handle, ids, offsets, weights, train)
+        context = ops.group_forward_into(self.handle, ids, offsets, weights, train, out)
+        return out, context
 
     def weight_gradients(
         self, ids: Tensor, offsets: Tensor | None, grad: Tensor

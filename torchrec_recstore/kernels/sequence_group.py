@@ -102,10 +102,11 @@ class SequenceGroup(TableGroup):
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``TableGroup.training_lookup``."""
         if not self._has_cold_rows:
-            return ops.rows_forward(self._handles, ids, counts, True)
+            return self._lookup(ids, counts, True, out)
         with ExitStack() as stack:
             # All locks are taken here, in one order, because resident() takes the lock
             # of one table at a time.
@@ -115,7 +116,7 @@ class SequenceGroup(TableGroup):
             stack.enter_context(holding(tiers))
             for group, table_ids in self._ids_of_groups(ids, counts):
                 stack.enter_context(group.cold_rows.resident(table_ids, None))
-            return ops.rows_forward(self._handles, ids, counts, True)
+            return self._lookup(ids, counts, True, out)
 
     def evaluation_lookup(
         self,
@@ -123,6 +124,7 @@ class SequenceGroup(TableGroup):
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See ``TableGroup.evaluation_lookup``."""
         if self._has_cold_rows:
@@ -130,7 +132,16 @@ class SequenceGroup(TableGroup):
             for group, table_ids in self._ids_of_groups(ids, counts):
                 rows.append(group.cold_rows.read(table_ids, None, None).flatten())
             return torch.cat(rows)
-        return ops.rows_forward(self._handles, ids, counts, False)[0]
+        return self._lookup(ids, counts, False, out)[0]
+
+    def _lookup(
+        self, ids: Tensor, counts: Sequence[int], train: bool, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the rows, in ``out`` unless that is None, and the contexts."""
+        if out is None:
+            return ops.rows_forward(self._handles, ids, counts, train)
+        contexts = ops.rows_forward_into(self._handles, ids, counts, train, out)
+        return out, contexts
 
     def output_shape(
         self, offsets: Tensor | None, counts: Sequence[int]

@@ -23,6 +23,7 @@ from torchrec_recstore.fake_ops import PYTHON_OPS, register_python_op
 from torchrec_recstore.kernels.device_copies import (
     Arriving,
     CopyTarget,
+    staging,
     to_device,
     traced,
     up,
@@ -90,11 +91,15 @@ class TableGroup(nn.Module):
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Looks up a batch for training.
 
         Returns the output, float32, and the context for ``update``, (passes,) int64.
         The slots of the rows are not reused as long as the context lives.
+
+        ``out``, of :meth:`output_shape`, float32, is memory for the output. A group that
+        writes the output there returns ``out`` itself.
         """
         raise NotImplementedError
 
@@ -139,8 +144,12 @@ class TableGroup(nn.Module):
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Looks up a batch for evaluation, and returns the output, float32."""
+        """Looks up a batch for evaluation, and returns the output, float32.
+
+        For ``out`` see :meth:`training_lookup`.
+        """
         raise NotImplementedError
 
     def weight_gradients(
@@ -222,8 +231,7 @@ class TableGroup(nn.Module):
                 return _apply_evaluation(
                     anchor, self, to, ids, offsets, counts, weights
                 )
-            out = self.evaluation_lookup(ids, offsets, counts, weights)
-            return out if to is None else up(out, to)
+            return _evaluated(self, to, ids, offsets, counts, weights)
 
 
 def _all_frozen(tables: Sequence[Table]) -> bool:
@@ -241,6 +249,22 @@ def _all_frozen(tables: Sequence[Table]) -> bool:
     return bool(frozen)
 
 
+def _evaluated(
+    group: TableGroup,
+    to: CopyTarget | None,
+    ids: Tensor,
+    offsets: Tensor | None,
+    counts: Sequence[int],
+    weights: Tensor | None,
+) -> Tensor:
+    """Returns the output of an evaluation lookup, on the device of ``to``."""
+    if to is None:
+        return group.evaluation_lookup(ids, offsets, counts, weights)
+    staged = staging(group.output_shape(offsets, counts), to)
+    out = group.evaluation_lookup(ids, offsets, counts, weights, staged)
+    return up(out, to, staged=staged)
+
+
 class _TrainingLookup(torch.autograd.Function):
     """A training lookup in eager mode.
 
@@ -256,7 +280,10 @@ class _TrainingLookup(torch.autograd.Function):
         *batch: Any,
     ) -> Tensor:
         ids, offsets, counts, weights = batch
-        out, context = group.training_lookup(ids, offsets, counts, weights)
+        staged = None
+        if to is not None:
+            staged = staging(group.output_shape(offsets, counts), to)
+        out, context = group.training_lookup(ids, offsets, counts, weights, staged)
         # The backward reads the weights again. They are saved, so that autograd raises
         # if they are changed in place.
         ctx.save_for_backward(weights)
@@ -265,7 +292,7 @@ class _TrainingLookup(torch.autograd.Function):
         ctx.group = group
         ctx.counts = counts
         ctx.context = context
-        return out if to is None else up(out, to)
+        return out if to is None else up(out, to, staged=staged)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -318,8 +345,7 @@ class _EvaluationLookup(torch.autograd.Function):
         ctx.group = group
         if ctx.needs_input_grad[_WEIGHTS]:
             ctx.save_for_backward(ids, offsets)
-        out = group.evaluation_lookup(ids, offsets, counts, weights)
-        return out if to is None else up(out, to)
+        return _evaluated(group, to, ids, offsets, counts, weights)
 
     @staticmethod
     @once_differentiable

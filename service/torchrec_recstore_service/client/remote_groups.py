@@ -447,6 +447,7 @@ class RemoteGroup(TableGroup):
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``TableGroup.training_lookup``."""
         batch, rows = self._rows(ids, self._table_counts(ids, offsets, counts))
@@ -462,6 +463,7 @@ class RemoteGroup(TableGroup):
             offsets,
             merged(counts, self._shared),
             weights,
+            out,
         )
         context = torch.frombuffer(pass_, dtype=torch.int64)
         context[0] = pass_.number
@@ -505,6 +507,7 @@ class RemoteGroup(TableGroup):
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See ``TableGroup.evaluation_lookup``. It waits for all updates of this group.
 
@@ -526,6 +529,7 @@ class RemoteGroup(TableGroup):
                 offsets,
                 merged(counts, self._shared),
                 weights,
+                out,
             )
         finally:
             self._free.append(workspace)

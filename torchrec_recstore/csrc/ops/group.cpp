@@ -53,6 +53,16 @@ struct Inputs {
   std::optional<Tensor> weights;
 };
 
+// Throws InvalidArgument if an op cannot write float32 of this shape to out.
+void check_out(const Tensor& out, const std::vector<int64_t>& shape) {
+  if (!out.is_contiguous()) throw InvalidArgument("out must be contiguous");
+  checked(out, "out", ScalarType::Float, static_cast<int64_t>(shape.size()));
+  for (size_t d = 0; d < shape.size(); ++d) {
+    if (out.size(static_cast<int64_t>(d)) == shape[d]) continue;
+    throw InvalidArgument("out must have " + std::to_string(shape[d]) + " elements in dimension " + std::to_string(d));
+  }
+}
+
 // The batch that an op got, and the arrays that it refers to.
 struct GivenBatch {
   Batch batch;
@@ -102,21 +112,37 @@ std::shared_ptr<Pass> checked_pass(const Tensor& context) {
   return passes().get(*id_data(handle));
 }
 
+// Looks a batch up, and writes the output, (bags, columns). Returns the context for group_backward, which is empty
+// without train.
+Tensor forward(std::shared_ptr<const Group> group, const GivenBatch& given, float* out, bool train) {
+  if (!train) {
+    read(*group, given.batch, out, executor());
+    return no_context();
+  }
+  auto pass = std::make_shared<Pass>(std::move(group), given.batch, given.inputs, executor());
+  const Pass::Start start{pass.get(), out};
+  Tensor context = context_of({std::move(pass)});  // may fail, so before the tables change
+  Pass::begin({start}, executor());
+  return context;
+}
+
 // Returns the output (bags, columns), and the context for group_backward; the context is empty without train.
 std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tensor offsets,
                                          std::optional<Tensor> weights, bool train) {
-  const auto group = groups().get(group_handle);
-  const auto [batch, inputs] = checked_batch(*group, ids, offsets, weights);
-  Tensor out = recycled({batch.bags, group->columns()}, ScalarType::Float);
-  if (!train) {
-    read(*group, batch, mutable_data<float>(out), executor());
-    return {std::move(out), no_context()};
-  }
-  auto pass = std::make_shared<Pass>(group, batch, inputs, executor());
-  const Pass::Start start{pass.get(), mutable_data<float>(out)};
-  Tensor context = context_of({std::move(pass)});  // may fail, so before the tables change
-  Pass::begin({start}, executor());
+  auto group = groups().get(group_handle);
+  const auto given = checked_batch(*group, ids, offsets, weights);
+  Tensor out = recycled({given.batch.bags, group->columns()}, ScalarType::Float);
+  Tensor context = forward(std::move(group), given, mutable_data<float>(out), train);
   return {std::move(out), std::move(context)};
+}
+
+// Writes the output to out, (bags, columns). Returns the context.
+Tensor group_forward_into(int64_t group_handle, Tensor ids, Tensor offsets, std::optional<Tensor> weights, bool train,
+                          Tensor out) {
+  auto group = groups().get(group_handle);
+  const auto given = checked_batch(*group, ids, offsets, weights);
+  check_out(out, {given.batch.bags, group->columns()});
+  return forward(std::move(group), given, mutable_data<float>(out), train);
 }
 
 // Reads the rows of all parts. outs: for each part, (batch.bags, columns). See read.
@@ -125,16 +151,18 @@ void read_each(const std::vector<GroupRows>& parts, const std::vector<float*>& o
                 [&](int64_t p, Executor& of_part) { read(*parts[p].group, parts[p].batch, outs[p], of_part); });
 }
 
-// A lookup without pooling in several groups of one feature. The first counts[0] of ids belong to the first group, the
-// next ones to the second, and so on. Returns the rows (sum of counts * columns,), and the contexts (groups,), each for
-// a group_backward of its own; they are empty without train.
-std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts,
-                                        bool train) {
-  ids = checked_ids(ids);
+// Returns the groups and the parts of a batch that rows_forward looks up, and the number of floats of the rows.
+std::tuple<std::vector<GroupRows>, int64_t> divided(const std::vector<int64_t>& group_handles, const Tensor& ids,
+                                                    const std::vector<int64_t>& counts) {
   std::vector<GroupRows> parts;
   for (const int64_t handle : group_handles) parts.push_back({groups().get(handle), {}});
-  Tensor rows = recycled({divide_ids(parts, id_data(ids), ids.size(0), counts)}, ScalarType::Float);
-  auto* out = mutable_data<float>(rows);
+  const int64_t floats = divide_ids(parts, id_data(ids), ids.size(0), counts);
+  return {std::move(parts), floats};
+}
+
+// Looks up the rows of all parts, and writes them to out. Returns the contexts (groups,), which are empty without
+// train.
+Tensor rows_of_parts(const std::vector<GroupRows>& parts, const Tensor& ids, float* out, bool train) {
   std::vector<std::shared_ptr<Pass>> made;
   std::vector<Pass::Start> starts;
   std::vector<float*> outs;
@@ -149,11 +177,32 @@ std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tens
   }
   if (!train) {
     read_each(parts, outs);
-    return {std::move(rows), no_context()};
+    return no_context();
   }
   Tensor context = context_of(std::move(made));
   Pass::begin(starts, executor());
+  return context;
+}
+
+// A lookup without pooling in several groups of one feature. The first counts[0] of ids belong to the first group, the
+// next ones to the second, and so on. Returns the rows (sum of counts * columns,), and the contexts (groups,), each for
+// a group_backward of its own; they are empty without train.
+std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts,
+                                        bool train) {
+  ids = checked_ids(ids);
+  const auto [parts, floats] = divided(group_handles, ids, counts);
+  Tensor rows = recycled({floats}, ScalarType::Float);
+  Tensor context = rows_of_parts(parts, ids, mutable_data<float>(rows), train);
   return {std::move(rows), std::move(context)};
+}
+
+// Writes the rows to out, (sum of counts * columns,). Returns the contexts.
+Tensor rows_forward_into(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts, bool train,
+                         Tensor out) {
+  ids = checked_ids(ids);
+  const auto [parts, floats] = divided(group_handles, ids, counts);
+  check_out(out, {floats});
+  return rows_of_parts(parts, ids, mutable_data<float>(out), train);
 }
 
 // The step of a training lookup of plain rows, without the rows. Returns the context for the update.
@@ -315,7 +364,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
       "bool mean) -> int");
   m.def("group_destroy(int group) -> ()");
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
+  m.def(
+      "group_forward_into(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train, Tensor(a!) out) -> "
+      "Tensor");
   m.def("rows_forward(int[] groups, Tensor ids, int[] counts, bool train) -> (Tensor, Tensor)");
+  m.def("rows_forward_into(int[] groups, Tensor ids, int[] counts, bool train, Tensor(a!) out) -> Tensor");
   m.def("rows_begin(int group, Tensor ids) -> Tensor");
   m.def("rows_read(int[] groups, Tensor[] ids, Tensor(a!)[] out) -> ()");
   m.def("rows_update(int[] groups, Tensor[] ids, Tensor[] grads, float[] learning_rates) -> ()");
@@ -337,7 +390,9 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("group_forward", RECSTORE_ALLOCATING_OP(group_forward));
+  m.impl("group_forward_into", RECSTORE_ALLOCATING_OP(group_forward_into));
   m.impl("rows_forward", RECSTORE_ALLOCATING_OP(rows_forward));
+  m.impl("rows_forward_into", RECSTORE_ALLOCATING_OP(rows_forward_into));
   m.impl("rows_begin", RECSTORE_ALLOCATING_OP(rows_begin));
   m.impl("rows_read", RECSTORE_ALLOCATING_OP(rows_read));
   m.impl("rows_update", RECSTORE_ALLOCATING_OP(rows_update));
