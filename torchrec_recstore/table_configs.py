@@ -29,10 +29,20 @@ ROW_DTYPES = {
 }
 
 
+def check_dim(config: BaseEmbeddingConfig) -> None:
+    """Raises ValueError, which names the table, if its rows have no columns."""
+    if config.embedding_dim < 1:
+        raise ValueError(
+            f"RecStore table {config.name!r}: embedding_dim must be at least 1, got"
+            f" {config.embedding_dim}"
+        )
+
+
 def check_config(config: BaseEmbeddingConfig) -> None:
-    """Raises ValueError if rows cannot have a config's data type, or if the config asks
-    for another kernel.
+    """Raises ValueError if rows cannot have a config's dim or data type, or if the
+    config asks for another kernel.
     """
+    check_dim(config)
     if config.data_type not in ROW_DTYPES:
         raise ValueError(
             f"RecStore table {config.name!r}: data_type {config.data_type} is not"

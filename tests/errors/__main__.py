@@ -11,13 +11,25 @@ import inspect
 import textwrap
 from pathlib import Path
 
-from tests.errors import checkpoints, examples, exports, services, sharding, tables
+from tests.errors import (
+    checkpoints,
+    examples,
+    exports,
+    first_mistakes,
+    services,
+    sharding,
+    tables,
+)
 from tests.errors.situations import SITUATIONS, Situation
 
 # importing them registers the situations
-assert all((checkpoints, examples, exports, services, sharding, tables))
+assert all((checkpoints, examples, exports, first_mistakes, services, sharding, tables))
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
+BEGIN_FIRST, END_FIRST = (
+    "<!-- first mistakes: written by python -m tests.errors -->\n",
+    "<!-- end of first mistakes -->\n",
+)
 BEGIN, END = (
     "<!-- errors: written by python -m tests.errors -->\n",
     "<!-- end of errors -->\n",
@@ -36,10 +48,19 @@ def explanation(situation: Situation) -> tuple[str, str]:
 
 
 def with_entries(page: str) -> str:
-    """The page with the present entries: by class, those of this package first."""
+    """The page with the present entries: the first mistakes, then by class, with those
+    of this package first.
+    """
     explained = [each for each in SITUATIONS.values() if each.function.__doc__]
-    above, _, rest = page.partition(BEGIN)
+    above_first, _, rest = page.partition(BEGIN_FIRST)
+    _, _, rest = rest.partition(END_FIRST)
+    above, _, rest = rest.partition(BEGIN)
     _, _, below = rest.partition(END)
+    first_lines = [BEGIN_FIRST]
+    for situation in explained:
+        if situation.first:
+            first_lines.append(_entry(situation))
+    explained = [situation for situation in explained if not situation.first]
     lines = [BEGIN]
     for kind in sorted(
         {each.kind for each in explained},
@@ -48,12 +69,17 @@ def with_entries(page: str) -> str:
         lines.append(f"\n## `{kind}`\n")
         for each in explained:
             if each.kind == kind:
-                title, text = explanation(each)
-                lines.append(
-                    "\n###"
-                    f" {title}\n\n```text\n{_filled(each.message)}\n```\n\n{_filled(text)}\n"
-                )
-    return "".join([above, *lines, "\n", END, below])
+                lines.append(_entry(each))
+    return "".join(
+        [above_first, *first_lines, "\n", END_FIRST, above, *lines, "\n", END, below]
+    )
+
+
+def _entry(situation: Situation) -> str:
+    """The entry of a situation: its title, its message, and its cause and fix."""
+    title, text = explanation(situation)
+    message = _filled(situation.message)
+    return f"\n### {title}\n\n```text\n{message}\n```\n\n{_filled(text)}\n"
 
 
 def _filled(text: str) -> str:

@@ -197,6 +197,60 @@ def one_row_for_two_ranks() -> None:
     shard_options(TableOptions(max_rows=1), (2, 0), "t_user")
 
 
+@situation(
+    "ValueError",
+    "RecStore table 't_user': embedding_dim must be at least 1, got 0",
+)
+def rows_without_columns(one_rank: None) -> None:
+    model = collection(bag("t_user", dim=0))
+    DistributedModelParallel(model, sharders=[RecStoreSharder()])
+
+
+@situation(
+    "AttributeError",
+    "RecStoreSharder is a class, and sharders must be objects: pass"
+    " sharders=[RecStoreSharder(...)], or sharders=get_recstore_sharders(...)",
+)
+def class_for_a_sharder(one_rank: None) -> None:
+    DistributedModelParallel(collection(bag("t_user")), sharders=[RecStoreSharder])
+
+
+@situation(
+    "TypeError",
+    "sharders must be a list of sharders, got the class RecStoreSharder in it: pass"
+    " sharders=[RecStoreSharder(...)], or sharders=get_recstore_sharders(...)",
+)
+def class_for_a_sharder_of_the_planner(one_rank: None) -> None:
+    planner = RecStorePlanner(Topology(world_size=1, compute_device="cpu"))
+    planner.plan(collection(bag("t_user")), [RecStoreSharder])
+
+
+@situation(
+    "PlannerError",
+    "table 't_user' is planned for RecStore, and the sharder of its"
+    " EmbeddingBagCollection is TorchRec's EmbeddingBagCollectionSharder: pass"
+    " sharders=[RecStoreSharder(...)], or sharders=get_recstore_sharders(...), to the"
+    " planner and to DistributedModelParallel",
+)
+def planner_without_sharders(one_rank: None) -> None:
+    RecStorePlanner(Topology(world_size=1, compute_device="cpu")).collective_plan(
+        collection(bag("t_user", rows=2**40))
+    )
+
+
+@situation(
+    "ValueError",
+    "the plan places tables in RecStore, and TorchRec's own sharder got it: pass the"
+    " sharders of the planner to DistributedModelParallel, too:"
+    " DistributedModelParallel(model, plan=plan, sharders=sharders)",
+)
+def plan_without_sharders(one_rank: None) -> None:
+    model = collection(bag("t_user"))
+    planner = RecStorePlanner(Topology(world_size=1, compute_device="cpu"))
+    plan = planner.plan(model, [RecStoreSharder()])
+    DistributedModelParallel(model, plan=plan)
+
+
 @situation("ValueError", "the model has no RecStore table 't_usr'; it has 't_user'")
 def unknown_table(one_rank: None) -> None:
     load_dense_weights(sharded(collection(bag("t_user"))), {"t_usr": torch.ones(3, 4)})
@@ -290,23 +344,6 @@ def collection_without_sharder(one_rank: None) -> None:
     RecStorePlanner(Topology(world_size=1, compute_device="cpu")).plan(
         _two_kinds(), [RecStoreSharder()]
     )
-
-
-@situation(
-    "PlannerError",
-    "Unable to find a plan for this model because of insufficient storage. ... Per rank"
-    " reservation for dense storage: Storage(hbm = 0.0 GB, ddr = 201326592.0 GB), ...",
-)
-def collection_without_sharder_and_planner(one_rank: None) -> None:
-    """TorchRec's planner reserves more memory for dense parameters than a rank has.
-
-    Cause: `DistributedModelParallel` has no sharder for a collection, such as an
-    `EmbeddingCollection` with `sharders=[RecStoreSharder()]`. TorchRec takes its tables
-    for dense parameters of every rank, and no call of this package sees the collection.
-    Fix: pass `sharders=get_recstore_sharders(...)`. `RecStorePlanner` names the
-    collection.
-    """
-    DistributedModelParallel(_two_kinds(), sharders=[RecStoreSharder()])
 
 
 @situation(

@@ -18,24 +18,28 @@ class Situation:
     """A function that raises an error. Its parameters are fixtures of pytest.
 
     If its docstring is not empty, docs/errors.md has it: a title, a blank line, and
-    "Cause: ... Fix: ...". Errors whose message says what to do need none.
+    "Cause: ... Fix: ...". Errors whose message says what to do need none. The page
+    begins with the entries that are ``first``.
     """
 
     kind: str  # the name of the error's class
     message: str  # "..." stands for any text
     function: Callable[..., object]
+    first: bool = False
 
 
 SITUATIONS: dict[str, Situation] = {}
 """By the name of the function."""
 
 
-def situation(kind: str, message: str) -> Callable[[_Function], _Function]:
+def situation(
+    kind: str, message: str, *, first: bool = False
+) -> Callable[[_Function], _Function]:
     """Registers the function that causes an error of this class and message."""
 
     def register(function: _Function) -> _Function:
         assert function.__name__ not in SITUATIONS
-        SITUATIONS[function.__name__] = Situation(kind, message, function)
+        SITUATIONS[function.__name__] = Situation(kind, message, function, first)
         return function
 
     return register

@@ -35,6 +35,7 @@ from torchrec_recstore.sharders.fused_params import (
     state_dtype,
     table_options,
 )
+from torchrec_recstore.sharders.plan_entries import entries_are_read_by_recstore
 
 ADAGRAD = {"optimizer": EmbOptimType.EXACT_ADAGRAD}
 BOTH = {"momentum1": SparseType.FP16, "momentum2": SparseType.FP16}
@@ -300,9 +301,12 @@ def test_parameter_sharding_pickles_and_compares_with_its_options() -> None:
     )
     assert pickle.loads(pickle.dumps(sharding)) == sharding
     assert RecStoreParameterSharding.of(sharding, TableOptions()) != sharding
-    assert table_options(sharding.get_additional_fused_params()) == TableOptions(seed=5)
-    assert OPTIMIZER_KEY not in sharding.get_additional_fused_params()
-    assert (
-        replace(sharding, optimizer=Ftrl()).get_additional_fused_params()[OPTIMIZER_KEY]
-        == Ftrl()
-    )
+    with entries_are_read_by_recstore():
+        params = sharding.get_additional_fused_params()
+        with_optimizer = replace(sharding, optimizer=Ftrl())
+        params_with_optimizer = with_optimizer.get_additional_fused_params()
+    assert table_options(params) == TableOptions(seed=5)
+    assert OPTIMIZER_KEY not in params
+    assert params_with_optimizer[OPTIMIZER_KEY] == Ftrl()
+    with pytest.raises(ValueError, match="TorchRec's own sharder got it"):
+        sharding.get_additional_fused_params()

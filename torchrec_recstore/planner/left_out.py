@@ -1,15 +1,21 @@
-"""Collections that RecStore can hold and that none of the given sharders takes.
+"""Collections that RecStore can hold and that none of the given sharders takes, and the
+sharders that are none of RecStore's.
 
 Tests: tests/planner/test_left_out.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Topology
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    Topology,
+)
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import (
@@ -18,6 +24,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+from torchrec_recstore.sharders.plan_entries import asks_for_recstore
 from torchrec_recstore.torchrec_seams.models import configs_of
 from torchrec_recstore.utils import warn_user
 
@@ -115,6 +122,75 @@ def refuse_left_out(
             f"{problem}, so that each rank has them as dense parameters outside of"
             f" RecStore: {fix}"
         )
+
+
+def check_sharders(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints],
+) -> None:
+    """Checks the argument ``sharders`` of a planner.
+
+    Args:
+        module: The model.
+        sharders: The argument.
+        constraints: The constraints, by table name.
+
+    Raises:
+        TypeError: ``sharders`` is no list or tuple of sharders.
+        PlannerError: The sharder of a table that RecStore can hold is TorchRec's, and
+            the constraints of the table, or the lack of them, ask for RecStore.
+    """
+    fix = "pass sharders=[RecStoreSharder(...)], or sharders=get_recstore_sharders(...)"
+    if not isinstance(sharders, list | tuple):
+        raise TypeError(f"sharders must be a list, got {_kind_of(sharders)}: {fix}")
+    for sharder in sharders:
+        if not isinstance(sharder, ModuleSharder):
+            raise TypeError(
+                f"sharders must be a list of sharders, got {_kind_of(sharder)} in it:"
+                f" {fix}"
+            )
+    # TorchRec uses the last sharder of a kind of collections.
+    by_kind = {sharder.module_type: sharder for sharder in sharders}
+    has_recstore = any(is_recstore_sharder(sharder) for sharder in sharders)
+    for child in module.modules():
+        sharder_of_child = by_kind.get(type(child))
+        if type(child) not in _SHARDERS or sharder_of_child is None:
+            continue
+        if is_recstore_sharder(sharder_of_child):
+            continue
+        for config in _configs_inside(child):
+            constraint = constraints.get(config.name)
+            is_asked_for = constraint is not None or not has_recstore
+            if is_asked_for and asks_for_recstore(constraint):
+                raise PlannerError(
+                    f"table {config.name!r} is planned for RecStore, and the sharder of"
+                    f" its {type(child).__name__} is TorchRec's"
+                    f" {type(sharder_of_child).__name__}: {fix}, to the planner and to"
+                    " DistributedModelParallel",
+                    error_type=PlannerErrorType.INPUT_VALIDATION,
+                )
+
+
+def is_recstore_sharder(sharder: object) -> bool:
+    """Returns whether a sharder places tables in RecStore."""
+    return hasattr(sharder, "with_stock_kernels")
+
+
+def _configs_inside(child: nn.Module) -> Sequence[BaseEmbeddingConfig]:
+    """Returns the configs of a collection, or of the collection inside of it."""
+    configs: list[BaseEmbeddingConfig] = []
+    for module in child.modules():
+        if type(module) in (EmbeddingBagCollection, EmbeddingCollection):
+            configs += configs_of(module)
+    return configs
+
+
+def _kind_of(value: object) -> str:
+    """Returns what is in the place of a sharder or of sharders, for messages."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"a {type(value).__name__}"
 
 
 def _left_out(

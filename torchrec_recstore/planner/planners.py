@@ -38,7 +38,11 @@ from torchrec_recstore.planner.constraints import (
     planned_rows,
     with_statistics,
 )
-from torchrec_recstore.planner.left_out import rank_bytes, refuse_left_out
+from torchrec_recstore.planner.left_out import (
+    check_sharders,
+    rank_bytes,
+    refuse_left_out,
+)
 from torchrec_recstore.planner.refining import (
     SHARDING_TYPE_MS,
     check_sharding_type_ms,
@@ -162,13 +166,16 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         """Returns the sharding options of every table that a sharder can shard.
 
         Raises:
+            TypeError: ``sharders`` is not a list of sharders.
             PlannerError: A constraint names a table that the model does not have, or
                 the constraints leave no option for a table. Or no sharder takes a
                 collection that RecStore can hold, and a table of the collection has
-                constraints or is larger than the memory of a rank.
+                constraints or is larger than the memory of a rank. Or the sharder of a
+                table whose constraints ask for RecStore is not one of RecStore's.
         """
         constraints: Mapping[str, ParameterConstraints] = constraints_of(self)
         self.found = []
+        check_sharders(module, sharders, constraints)
         if any(isinstance(sharder, _Sharder) for sharder in sharders):
             described = {*constraints, *self.statistics}
             refuse_left_out(module, sharders, described, self._rank_bytes)
@@ -465,11 +472,17 @@ class RecStorePlanner(PlannerSeams):
         It is for the modules of ``sharders``.
 
         Raises:
+            TypeError: ``sharders`` is not a list of sharders.
+            ValueError: The rows of a table have no columns.
             PlannerError: No plan satisfies the constraints and the memory limits, or a
                 constraint names a table that the model does not have. If memory is
                 short, the message begins with the tables that do not fit, and with the
                 memory, of the host or of the accelerator, that is too small for them.
+                Or the sharder of a table whose constraints ask for RecStore is not one
+                of RecStore's.
         """
+        # The reservation of memory reads the sharders before the enumerator gets them.
+        check_sharders(module, sharders, constraints_of(self))
         try:
             plan: ShardingPlan = super().plan(module, sharders)
         except PlannerError as error:

@@ -52,6 +52,7 @@ from torchrec_recstore.sharders.plan_entries import (
     ResidentParameter,
     check_plan,
     deal_out,
+    entries_are_read_by_recstore,
     hashed_features,
     remote_options,
     warn_of_stock_enumerator,
@@ -60,10 +61,11 @@ from torchrec_recstore.sharders.plan_entries import (
 from torchrec_recstore.sharders.row_state import ModuleState, RowState
 from torchrec_recstore.sharders.sharding_kernels import RecStoreShardingKernels
 from torchrec_recstore.store import Table
-from torchrec_recstore.table_configs import missing_features
+from torchrec_recstore.table_configs import check_dim, missing_features
 from torchrec_recstore.table_parameter import GivenCopies
 from torchrec_recstore.torchrec_seams.models import (
     Sharding,
+    configs_of,
     grouped_configs_of_all_ranks,
 )
 from torchrec_recstore.utils import warn_user
@@ -290,7 +292,10 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             check_plan(config, plan[config.name], cls._supported, type(module).__name__)
         hashed_features(configs, plan)
         by_type: dict[str, list[EmbeddingShardingInfo]]
-        by_type = super().create_grouped_sharding_infos(module, plan, *args, **kwargs)
+        with entries_are_read_by_recstore():
+            by_type = super().create_grouped_sharding_infos(
+                module, plan, *args, **kwargs
+            )
         for sharding_type, infos in by_type.items():
             for info in infos:
                 if info.param_sharding.compute_kernel == RECSTORE_KERNEL:
@@ -599,6 +604,39 @@ def _recstore_configs(sharding: Sharding) -> Iterator[ShardedEmbeddingTable]:
 _Self = TypeVar("_Self", bound="RecStoreCollectionSharder")
 
 
+class ModuleTypeOfSharder:
+    """The property ``module_type`` of a sharder, which its class does not have.
+
+    It is the first attribute that ``DistributedModelParallel`` and the planners read of
+    a sharder. For a class in the place of a sharder, they would fail later, with an
+    error that names neither.
+
+    Args:
+        module_type: The class of the modules that the sharder shards.
+    """
+
+    def __init__(self, module_type: type[nn.Module]) -> None:
+        self._module_type = module_type
+        self.__doc__ = (
+            f"The class of the modules that are sharded: {module_type.__name__}."
+        )
+
+    def __get__(self, sharder: object, owner: type) -> type[nn.Module]:
+        """Returns the class of the modules.
+
+        Raises:
+            AttributeError: ``sharder`` is None, so that a class is in the place of a
+                sharder. It is this error that ``hasattr`` and ``abc`` expect.
+        """
+        if sharder is None:
+            raise AttributeError(
+                f"{owner.__name__} is a class, and sharders must be objects: pass"
+                f" sharders=[{owner.__name__}(...)], or"
+                " sharders=get_recstore_sharders(...)"
+            )
+        return self._module_type
+
+
 class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
     """A mixin for TorchRec's sharders that offers RecStore's kernel."""
 
@@ -695,7 +733,12 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         """Returns the parameters of the tables, by name.
 
         Their ``numel`` counts the resident rows, for the planner.
+
+        Raises:
+            ValueError: The rows of a table have no columns.
         """
+        for config in configs_of(module):
+            check_dim(config)
         parameters: dict[str, nn.Parameter] = super().shardable_parameters(module)
         if self.offers_stock:
             # The size depends on the kernel, and the planner's own estimator computes

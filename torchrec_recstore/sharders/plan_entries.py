@@ -5,7 +5,9 @@ Tests: tests/sharders/test_stock_tables.py, tests/planner/test_planners.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -55,6 +57,11 @@ SHARDING_TYPES = [kind.value for kind in ShardingType if kind.value != DATA_PARA
 _RECSTORE_KEYS = {OPTIMIZER_KEY, ACCUMULATION_KEY, *STATE_KEYS}
 # The columns of a printed plan.
 _SHOWN = ("table in RecStore", "sharding type", "ranks", "options")
+
+# Whether a sharded module of RecStore reads the entries of a plan, and not TorchRec's.
+_is_read_by_recstore: ContextVar[bool] = ContextVar(
+    "is_read_by_recstore", default=False
+)
 
 # The tables that a warning was given about, because their sharding names no kernel,
 # until they are sharded.
@@ -157,8 +164,14 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
 
     def get_additional_fused_params(self) -> dict[str, Any]:
         """Returns the entries that the table's ``fused_params`` get from the plan."""
-        # add_params_from_parameter_sharding calls this method for customized kernels
-        # (torchrec 1.8.0).
+        # add_params_from_parameter_sharding calls this method for customized kernels,
+        # whichever sharder it is called for (torchrec 1.8.0).
+        if not _is_read_by_recstore.get():
+            raise ValueError(
+                "the plan places tables in RecStore, and TorchRec's own sharder got it:"
+                " pass the sharders of the planner to DistributedModelParallel, too:"
+                " DistributedModelParallel(model, plan=plan, sharders=sharders)"
+            )
         params: dict[str, Any] = {
             OPTIONS_KEY: CarriedOptions(self.options, self.row_name)
         }
@@ -169,6 +182,16 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
         if self.state_dtype is not None:
             params["state_dtype"] = self.state_dtype
         return params
+
+
+@contextmanager
+def entries_are_read_by_recstore() -> Iterator[None]:
+    """Lets TorchRec read the entries of RecStore tables, for a sharded module of ours."""
+    token = _is_read_by_recstore.set(True)
+    try:
+        yield
+    finally:
+        _is_read_by_recstore.reset(token)
 
 
 class ResidentParameter(nn.Parameter):

@@ -34,6 +34,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
     EmbeddingCollection,
     get_embedding_names_by_table,
 )
@@ -44,6 +45,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_recstore.options import LFU
 from torchrec_recstore.sharders.collection import (
     InverseIndices,
+    ModuleTypeOfSharder,
     RecStoreCollection,
     RecStoreCollectionSharder,
 )
@@ -327,6 +329,7 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
     """
 
     _sharded = RecStoreShardedEmbeddingBagCollection
+    module_type = ModuleTypeOfSharder(EmbeddingBagCollection)
 
     def own_arguments(self) -> dict[str, Any]:
         """Returns the arguments that only the sharded module of this sharder has."""
@@ -352,6 +355,8 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
     Raises:
         TypeError: ``ebc_sharder`` is not a :class:`RecStoreSharder`.
     """
+
+    module_type = ModuleTypeOfSharder(FeatureProcessedEmbeddingBagCollection)
 
     def __init__(
         self,
@@ -512,6 +517,7 @@ class RecStoreEmbeddingCollectionSharder(
     """
 
     _sharded = RecStoreShardedEmbeddingCollection
+    module_type = ModuleTypeOfSharder(EmbeddingCollection)
 
     def own_arguments(self) -> dict[str, Any]:
         """Returns the arguments that only the sharded module of this sharder has."""
