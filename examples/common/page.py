@@ -158,7 +158,7 @@ def _lines(
             curve = curves[tag]
             lines.append(Line(label, _points(curve)))
             ends.append(f"{label} {str_of(curve.values[-1])}")
-    text = f"{title} over training samples ({unit}). At the end: {', '.join(ends)}."
+    text = f"{title} over training samples ({unit}). Last points: {', '.join(ends)}."
     return _figure(title, text, lines, tick_of or str_of, unit, zero=tick_of is None)
 
 
@@ -259,12 +259,15 @@ def _figure(
     )
 
 
+MAIN_NUMBERS = 3
+"""How many of the numbers of a run are large."""
 RUN_FILE = "run.json"
 PAGE_FILE = "report.html"
 TITLES = {"dlrm": "DLRM on a click log"}
 
 ABOUT_CURVES = (
-    "A point describes the steps since the previous point. Times are those of rank 0."
+    "A point describes the steps since the previous point, so that the last point of"
+    " the training loss is not the mean of the epoch above. Times are those of rank 0."
     " Lookups count each id of a step once. Ids without a row are new ids, ids whose row"
     " was evicted or has expired, and ids that are not admitted yet."
 )
@@ -352,30 +355,33 @@ def _facts(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
         return curves[tag].values[-1] if tag in curves else None
 
     rows = result.get("rows")
+    sizes = result.get("bytes")
     values = {
         "test AUC": result.get("test_auc"),
-        "test logloss": result.get("test_logloss"),
         "recall@10": result.get("recall_at_10"),
+        "samples/s": result.get("train_samples_per_second"),
+        "memory of tables": sum(sizes.values()) if sizes else last("memory/tables"),
+        "test logloss": result.get("test_logloss"),
         "validation AUC": result.get("val_auc", last("AUC/validation")),
-        "training loss": result.get("train_loss", last("loss/training")),
+        "training loss, last epoch": result.get("train_loss"),
         "samples": result.get("train_samples"),
-        "samples/s": result.get(
-            "train_samples_per_second", last("speed/samples_per_second")
-        ),
         "rows": sum(rows.values()) if rows else last(f"rows/{ALL}"),
-        "memory": last("memory/processes"),
+        "memory of processes": last("memory/processes"),
     }
+    if not result:  # the run has not ended
+        values["training loss, last point"] = last("loss/training")
+        values["samples/s, last point"] = last("speed/samples_per_second")
     shown = {}
     for name, value in values.items():
         if value is None:
             continue
-        if name == "memory":
+        if name.startswith("memory"):
             shown[name] = short_bytes(value)
         elif abs(value) < 10:
             shown[name] = f"{value:.4f}"
         else:
             shown[name] = f"{value:,.0f}"
-    return facts(shown)
+    return facts(shown, main=MAIN_NUMBERS)
 
 
 def _section(title: str, values: Mapping[str, Any]) -> str:

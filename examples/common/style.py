@@ -73,6 +73,13 @@ p { margin: 0.3rem 0 }
 }
 .facts dt { color: var(--faint); font-size: 0.85rem }
 .facts dd { margin: 0; font-size: 1.3rem; font-weight: 600 }
+.main { margin-bottom: 0.75rem }
+.main div { flex-basis: 14rem }
+.main dt { font-size: 1rem }
+.main dd { font-size: 2.2rem; line-height: 1.3 }
+.main + .facts { margin-top: 0; gap: 0.5rem }
+.main + .facts div { padding: 0.3rem 0.75rem; flex-basis: 7rem }
+.main + .facts dd { font-size: 1rem }
 .facts dd, .number { white-space: nowrap; font-variant-numeric: tabular-nums }
 
 .plots {
@@ -173,13 +180,21 @@ def document(title: str, body: str, head: str = "") -> str:
 """
 
 
-def facts(shown: Mapping[str, str]) -> str:
-    """Returns the main numbers of a page as HTML, by name."""
-    items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in shown.items()
-    )
-    return f'<dl class="facts">{items}</dl>'
+def facts(shown: Mapping[str, str], main: int = 0) -> str:
+    """Returns the numbers of a page as HTML, by name.
+
+    Args:
+        shown: The numbers, the most important ones first.
+        main: How many of them are large, in a row of their own. Default: 0, all have
+            the same size.
+    """
+    items = []
+    for name, value in shown.items():
+        items.append(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>")
+    rest = f'<dl class="facts">{"".join(items[main:])}</dl>'
+    if not main:
+        return rest
+    return f'<dl class="facts main">{"".join(items[:main])}</dl>{rest}'
 
 
 def cell(text: str) -> str:
@@ -320,6 +335,8 @@ def _svg(
 ) -> str:
     """Draws the lines between their axes, and their labels beside them."""
     grid = [_grid_line(axes.place_y(tick)) for tick in axes.ticks]
+    if axes.first_x < 0 < axes.last_x:
+        grid.append(_zero_line(axes.place_x(0.0)))
     heights = [str_of(tick) for tick in axes.ticks]
     texts = []
     for tick, height in zip(axes.ticks, heights, strict=True):
@@ -367,6 +384,13 @@ def _grid_line(y: float) -> str:
     return (
         f'<path d="M0 {y:.1f}H{SIDE}" stroke="currentColor" stroke-opacity="0.15"'
         f" {_STEADY}/>"
+    )
+
+
+def _zero_line(x: float) -> str:
+    return (
+        f'<path d="M{x:.1f} 0V{SIDE}" stroke="currentColor" stroke-opacity="0.5"'
+        f' stroke-dasharray="2 4" {_STEADY}/>'
     )
 
 

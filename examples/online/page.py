@@ -28,9 +28,13 @@ PAINTS = {
 TABLE_PAINTS = (colour(4), colour(5))
 SECONDS = "{:.1f} s".format
 
+MAIN_NUMBERS = 3
+"""How many of the numbers are large."""
+
 ABOUT_PLOTS = (
-    "The horizontal axis has seconds; the clicks before 0 are the history, which is"
-    " trained on before anything is published. A line has a gap where nothing is known."
+    "The horizontal axis has the seconds since the first live click. The clicks before"
+    " 0, left of the dotted line, are the history, which is trained on before anything"
+    " is published. A line has a gap where nothing is known."
     " <b>trained</b>: the model in the trainer. <b>served</b>: the model of"
     " <code>recstore follow</code>, at the moment at which the item was shown."
     " <b>frozen</b>: the first full export. A click is <b>unanswered</b> if it was"
@@ -56,7 +60,7 @@ def page(state: Mapping[str, Any], live: bool) -> str:
             f'<p class="faint">{escape(str(settings["folder"]))} ·'
             f" {escape(state['status'])} · written at {when}</p>"
         ),
-        facts(_main_numbers(state)),
+        facts(_numbers(state), main=MAIN_NUMBERS),
         f'<div class="plots">{"".join(_plots(state))}</div>',
         f'<p class="faint">{ABOUT_PLOTS}</p>',
         '<div class="columns">',
@@ -68,22 +72,29 @@ def page(state: Mapping[str, Any], live: bool) -> str:
     return document("Online training", "\n".join(body), head)
 
 
-def _main_numbers(state: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the main numbers of the run, by name."""
+def _numbers(state: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the numbers of the run by name.
+
+    The first ``MAIN_NUMBERS`` say how good, how fresh and how fast it is.
+    """
     window = state["windows"][-1] if state["windows"] else {}
     sample = state["samples"][-1] if state["samples"] else {}
     age_p50 = _number(state["age_p50_s"], SECONDS)
     age_p99 = _number(state["age_p99_s"], SECONDS)
     restarts = sum(process["restarts"] for process in state["processes"].values())
-    numbers = {
-        "clicks trained": f"{state['offset']:,}",
-        "samples/s": _number(sample.get("samples_per_second"), short),
-    }
+    aucs = {}
     for name in NAMES:
         auc = window.get(name, {}).get("auc")
-        numbers[f"AUC, {name}"] = _number(auc, "{:.3f}".format)
-    numbers["age of the served rows"] = _number(sample.get("age_s"), SECONDS)
-    numbers["age, p50 and p99"] = f"{age_p50}, {age_p99}"
+        aucs[name] = _number(auc, "{:.3f}".format)
+    numbers = {
+        "AUC, served": aucs["served"],
+        "age of the served rows": _number(sample.get("age_s"), SECONDS),
+        "clicks trained a second": _number(sample.get("samples_per_second"), short),
+        "AUC, trained": aucs["trained"],
+        "AUC, frozen": aucs["frozen"],
+        "age, p50 and p99": f"{age_p50}, {age_p99}",
+        "clicks trained": f"{state['offset']:,}",
+    }
     for name in SERVERS:
         unanswered = _unanswered(state["outcomes"].get(name, {}))
         numbers[f"unanswered, {name}"] = f"{unanswered:,}"
@@ -125,18 +136,21 @@ def _plots(state: Mapping[str, Any]) -> list[str]:
             "Each click is scored before the model is trained on it.",
             aucs,
             "{:.2f}".format,
+            unit="area under the ROC curve",
         ),
         _plot(
             "Calibration by window",
             "The sum of the predictions over the clicks.",
             calibrations,
             "{:.2f}".format,
+            unit="predicted clicks for each click",
         ),
         _plot(
             "Speed",
             "Clicks that are trained and that arrive, a second.",
             speeds,
             short,
+            unit="clicks a second",
             zero=True,
         ),
         _plot(
@@ -145,6 +159,7 @@ def _plots(state: Mapping[str, Any]) -> list[str]:
             " clicks. The rows of a follower that does not answer become older.",
             ages,
             "{:.3g}".format,
+            unit="seconds behind",
             zero=True,
         ),
         _plot(
@@ -152,10 +167,18 @@ def _plots(state: Mapping[str, Any]) -> list[str]:
             "The share of the clicks that a server has scored.",
             answered,
             share,
+            unit="share of the clicks",
             zero=True,
         ),
-        _plot("Rows", "Rows of each table.", rows, short, zero=True),
-        _plot("Expired", "Rows that have expired.", expired, short, zero=True),
+        _plot("Rows", "Rows of each table.", rows, short, unit="rows", zero=True),
+        _plot(
+            "Expired",
+            "Rows that have expired so far.",
+            expired,
+            short,
+            unit="rows",
+            zero=True,
+        ),
     ]
 
 
@@ -212,11 +235,14 @@ def _plot(
     about: str,
     lines: Mapping[str, Points],
     text_of: Any,
+    *,
+    unit: str,
     zero: bool = False,
 ) -> str:
     """Returns a figure as HTML, with a line for each name that has points.
 
-    A name has one colour in all figures.
+    A name has one colour in all figures. The horizontal axis begins at 0, or with the
+    history.
     """
     drawn = []
     latest = []
@@ -233,4 +259,15 @@ def _plot(
             latest.append(f"{name} {_number(last_y, text_of)}")
     if drawn:
         about += f" Now: {', '.join(latest)}."
-    return figure(title, about, drawn, text_of, zero=zero)
+    first_x = min((points[0][0] for points in lines.values() if points), default=0.0)
+    x_unit = "seconds (before 0: history)" if first_x < 0 else "seconds"
+    return figure(
+        title,
+        about,
+        drawn,
+        text_of,
+        unit=unit,
+        x_unit=x_unit,
+        first_x=min(first_x, 0.0),
+        zero=zero,
+    )

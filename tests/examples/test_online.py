@@ -494,6 +494,18 @@ def test_the_page_shows_each_curve() -> None:
         "age, p50 and p99": "1.5 s, 16.0 s",
     }.items():
         assert f"<dt>{name}</dt><dd>{shown}</dd>" in text
+    (main,) = re.findall(r'<dl class="facts main">(.*?)</dl>', text)
+    assert re.findall("<dt>(.*?)</dt>", main) == [
+        "AUC, served",
+        "age of the served rows",
+        "clicks trained a second",
+    ]
+    titles = re.findall(r'<text dy="-14">([^<]*)</text>', text)
+    assert len(titles) == 7
+    assert all(titles), "each vertical axis has its unit"
+    x_titles = re.findall(r'dy="40" text-anchor="middle">([^<]*)</text>', text)
+    assert len(x_titles) == 7
+    assert {title.split()[0] for title in x_titles} == {"seconds"}
     marks = re.findall(r'<tspan fill="([^"]+)">.</tspan><tspan dx="5">(\w+)<', text)
     assert {name: paint for paint, name in marks} == PAINTS | {
         "t": "var(--c4, #E69F00)"

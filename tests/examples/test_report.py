@@ -321,7 +321,7 @@ def test_the_page_is_whole_in_itself(run: Logged) -> None:
         assert not {"href", "src"} & attributes.keys()
         if tag == "svg" and "role" in attributes:
             texts.append(attributes["aria-label"] or "")
-            assert re.search(r"At the end|at the end|In all", texts[-1])
+            assert re.search(r"Last points|at the end|In all", texts[-1])
     assert len(texts) == len(PLOTS)
     written = (
         (run.folder / "report.html")
@@ -344,6 +344,23 @@ def test_the_page_is_whole_in_itself(run: Logged) -> None:
         f"{result['rows']['t_C26']:,}",
     ):
         assert number in page.text
+
+
+def test_the_numbers_of_the_page_are_those_of_the_console(run: Logged) -> None:
+    page = (run.folder / "report.html").read_text()
+    cards = dict(re.findall("<dt>([^<]*)</dt><dd>([^<]*)</dd>", page))
+    table_bytes = sum(run.result["bytes"].values())
+    process_bytes = run.curves["memory/processes"].values[-1]
+    assert cards["memory of tables"] == short_bytes(table_bytes)
+    assert cards["memory of processes"] == short_bytes(process_bytes)
+    assert cards["training loss, last epoch"] == f"{run.result['train_loss']:.4f}"
+    last_loss = run.curves["loss/training"].values[-1]
+    assert f"Last points: training {last_loss:.4f}" in page
+    caption = (
+        f"processes {short_bytes(process_bytes)}, of these, tables"
+        f" {short_bytes(run.curves['memory/tables'].values[-1])}"
+    )
+    assert caption in page
 
 
 def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
