@@ -59,6 +59,15 @@ class _OptionTable(NamedTuple):
     names: dict[str, str]
 
 
+def _row_optimizer_names() -> dict[str, str]:
+    """Returns what is measured of each optimizer, by the name of its row."""
+    names = {}
+    for optimizer in ("Adagrad", "RowWiseAdagrad", "Adam", "Adadelta"):
+        for types in ("", ", rows in bfloat16, state in float16"):
+            names[f"{optimizer}{types}"] = f"`{optimizer}` as a `RowOptimizer`{types}"
+    return names
+
+
 _OPTION_TABLES = (
     _OptionTable(
         benchmark="options_training",
@@ -95,11 +104,7 @@ _OPTION_TABLES = (
         benchmark="options_optimizers",
         ratios="over_built_in",
         over="`Table.update` with the built-in optimizer, bar 1.3x",
-        names={
-            f"{name}{types}": f"`{name}` as a `RowOptimizer`{types}"
-            for name in ("Adagrad", "RowWiseAdagrad", "Adam", "Adadelta")
-            for types in ("", ", rows in bfloat16, state in float16")
-        },
+        names=_row_optimizer_names(),
     ),
 )
 

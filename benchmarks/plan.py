@@ -301,13 +301,16 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
     best_ms = min(medians)
     best = finalists[medians.index(best_ms)]
     if rank == 0:
+        rounded_types_ms = {}
+        for kind, milliseconds in types_ms.items():
+            rounded_types_ms[f"{kind}_ms"] = round(milliseconds, 2)
         emit(
             {
                 "benchmark": "plan",
                 "ranks": ranks,
                 "batch": batch,
                 "plans": len(plans),
-                **{f"{kind}_ms": round(ms, 2) for kind, ms in types_ms.items()},
+                **rounded_types_ms,
                 "chosen": {name: list(places) for name, places in chosen.items()},
                 "best": {name: list(places) for name, places in best.items()},
                 "chosen_ms": round(chosen_ms, 2),

@@ -54,11 +54,11 @@ def criteo_ids(path: str) -> dict[str, torch.Tensor]:
             fields = line.rstrip("\n").split("\t")[FIRST_CATEGORICAL:]
             for ids, field in zip(ids_of_features, fields, strict=True):
                 ids.add(int(field, 16) if field else 0)
-    return {
-        f"C{i}": torch.tensor(sorted(ids))
-        for i, ids in enumerate(ids_of_features, 1)
-        if len(ids) >= 1000
-    }
+    large = {}
+    for number, ids in enumerate(ids_of_features, start=1):
+        if len(ids) >= 1000:
+            large[f"C{number}"] = torch.tensor(sorted(ids))
+    return large
 
 
 def main() -> None:

@@ -120,9 +120,8 @@ def write_pages(rows: list[dict[str, Any]]) -> None:
     option_rows = [row for row in rows if script_of(row) == "options"]
     serving_rows = [row for row in rows if script_of(row) == "serving"]
     bounds_rows = [row for row in rows if script_of(row) == "tiers"]
-    measured_rows = [
-        row for row in rows if script_of(row) not in ("options", "serving")
-    ]
+    with_own_page = ("options", "serving")
+    measured_rows = [row for row in rows if script_of(row) not in with_own_page]
     measured_lines = tables(measured_rows)
     option_lines = markdown(OPTIONS, option_figures(option_rows))
     serving_lines = markdown(SERVING, serving_figures(serving_rows))

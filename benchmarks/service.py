@@ -553,10 +553,9 @@ def saturation(steps: int) -> None:
                     timings[transport, count] += seconds
                     block_rates[transport, count].append(rate)
     rates = {case: statistics.median(block_rates[case]) for case in cases}
-    best_rates = {
-        transport: max(rates[transport, count] for count in COUNTS)
-        for transport in TRANSPORTS
-    }
+    best_rates = {}
+    for transport in TRANSPORTS:
+        best_rates[transport] = max(rates[transport, count] for count in COUNTS)
     for transport in TRANSPORTS:
         row: dict[str, object] = {
             "benchmark": "service_saturation",

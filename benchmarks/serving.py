@@ -404,9 +404,8 @@ def print_loaded(path: Path) -> None:
     smaps = Path("/proc/self/smaps").read_text().splitlines()
     for number, line in enumerate(smaps):
         if line.endswith(str(path)):  # the lines of a mapping follow
-            shares = [
-                line for line in smaps[number : number + 8] if line.startswith("Pss:")
-            ]
+            entry = smaps[number : number + 8]
+            shares = [line for line in entry if line.startswith("Pss:")]
             shared_bytes += sum(int(share.split()[1]) << 10 for share in shares)
     print(json.dumps({"anonymous": model_bytes, "pss": shared_bytes}), flush=True)
 

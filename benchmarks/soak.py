@@ -298,9 +298,10 @@ class Soak:
 
     def _pids(self) -> dict[str, int]:
         """Returns the processes that run, by name."""
-        pids = {
-            name: process.pid for name, process in self._parts.items() if process.runs
-        }
+        pids = {}
+        for name, process in self._parts.items():
+            if process.runs:
+                pids[name] = process.pid
         pids["soak"] = os.getpid()
         state = self.online / STATE
         if "supervisor" in pids and state.exists():

@@ -181,8 +181,9 @@ def slope(series: Sequence[Sequence[tuple[float, float]]]) -> float | None:
             continue
         mean_x = sum(x for x, _ in points) / len(points)
         mean_y = sum(y for _, y in points) / len(points)
-        products += sum((x - mean_x) * (y - mean_y) for x, y in points)
-        squares += sum((x - mean_x) ** 2 for x, _ in points)
+        for x, y in points:
+            products += (x - mean_x) * (y - mean_y)
+            squares += (x - mean_x) ** 2
     return products / squares if squares > 0 else None
 
 

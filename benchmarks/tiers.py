@@ -432,7 +432,9 @@ def cold_reads(
     population = arguments.ids // NUM_IDS
     reads = arguments.reads
     generator = torch.Generator().manual_seed(1)
-    names = [f"{kind}_{way}" for kind in tables for way in ("lookup", "store")]
+    names = []
+    for kind in tables:
+        names += [f"{kind}_lookup", f"{kind}_store"]
     names.append("rocksdict")
     sides = len(names)
     rates: dict[str, list[float]] = {name: [] for name in names}
