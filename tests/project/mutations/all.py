@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import core, python
+from . import core, device, python
 
 MUTATIONS = [
     *core.CORE,
     *core.ROUTING,
     *core.BOUNDS,
     *core.OPTIMIZERS,
+    *device.DEVICE,
     *python.ROUTING,
     *python.BOUNDS,
     *python.CHECKPOINTS,

@@ -1,0 +1,366 @@
+// The rows that are also on a device: random calls on a table whose rows are on the host alone, and on one with device
+// slots, give the same values. The copies to the host end as late as they may, and plans are abandoned at random.
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "rows/device_slots.h"
+#include "testing.h"
+
+using namespace recstore;
+using DeviceSlot = DeviceSlots::DeviceSlot;
+
+namespace {
+
+constexpr int64_t kIds = 25;
+constexpr uint64_t kNonsense = 0x7F7F7F7F;
+
+// What an update does with a value.
+uint64_t updated(uint64_t value, uint64_t by) { return (value ^ (by + 0x9E3779B97F4A7C15u)) * 0xBF58476D1CE4E5B9u; }
+
+// The index and the rows of a host.
+struct Host {
+  std::map<int64_t, Slot> slots;                   // by id
+  std::vector<uint64_t> rows;                      // by slot
+  std::vector<Slot> free;                          // the lowest one is last
+  std::vector<std::pair<uint64_t, Slot>> retired;  // the last pass that may refer to the slot
+
+  Slot find_or_insert(int64_t id) {
+    const auto place = slots.find(id);
+    if (place != slots.end()) return place->second;
+    Slot slot = static_cast<Slot>(rows.size());
+    if (free.empty()) {
+      rows.push_back(0);
+    } else {
+      slot = free.back();
+      free.pop_back();
+    }
+    rows[slot] = updated(static_cast<uint64_t>(id), 7);
+    slots[id] = slot;
+    return slot;
+  }
+  void give_back(Slot slot) {
+    free.push_back(slot);
+    std::sort(free.rbegin(), free.rend());
+  }
+  void reclaim(uint64_t oldest) {
+    for (auto& [last, slot] : retired) {
+      if (last < oldest) give_back(std::exchange(slot, kNoSlot));
+    }
+    retired.erase(std::remove_if(retired.begin(), retired.end(), [](const auto& of) { return of.second == kNoSlot; }),
+                  retired.end());
+  }
+};
+
+// A host with a device.
+struct WithDevice : Host {
+  explicit WithDevice(int64_t size) : device(size), arena(static_cast<size_t>(size), kNonsense) {}
+
+  DeviceSlots device;
+  std::vector<uint64_t> arena;
+  std::vector<uint64_t> flying;  // the copy to the host that has not been waited for
+  std::map<Slot, uint64_t> frequency;
+  int64_t arrivals = 0, refreshed = 0, written_back = 0, refused = 0, abandoned = 0;
+
+  void land() {
+    device.land([&](int64_t i, Slot slot) {
+      rows[slot] = flying[static_cast<size_t>(i)];
+      ++written_back;
+    });
+    CHECK(device.in_flight() == 0);
+  }
+  void settle_device_slots(const std::vector<DeviceSlot>& dirty) {
+    land();
+    std::vector<uint64_t> values;
+    for (const DeviceSlot d : dirty) values.push_back(arena[d]);
+    device.settled(dirty, [&](int64_t i, Slot slot) { rows[slot] = values[static_cast<size_t>(i)]; });
+  }
+  void settle(const std::vector<Slot>& of) {
+    settle_device_slots(device.dirty_slots({{of.data(), static_cast<int64_t>(of.size())}}));
+    for (const Slot slot : of) CHECK(!device.is_behind(slot));
+  }
+  void write(Slot slot, uint64_t value) {
+    CHECK(!device.is_behind(slot));
+    device.wrote(slot);
+    rows[slot] = value;
+  }
+  // Copies what a plan says. between: runs between the copies and the commit.
+  template <class Between>
+  void carry_out(bool abandon, const Between& between) {
+    const DeviceSlots::Plan& plan = device.planned();
+    std::vector<uint64_t> down, up;
+    for (const DeviceSlot d : plan.leaving) down.push_back(arena[d]);
+    for (const Slot slot : plan.rows) up.push_back(rows[slot]);
+    if (abandon) {
+      ++abandoned;
+      between();
+      return device.abort();
+    }
+    for (size_t i = 0; i < up.size(); ++i) arena[plan.targets[i]] = up[i];
+    arrivals += plan.arrivals;
+    refreshed += static_cast<int64_t>(up.size()) - plan.arrivals;
+    between();
+    device.commit();
+    if (!down.empty()) flying = std::move(down);  // a refresh sends nothing to the host
+  }
+};
+
+struct Pass {
+  uint64_t number;
+  std::vector<Slot> plain, hosts;  // the slots of both tables
+  bool is_on_device;
+  std::vector<DeviceSlot> devices, distinct;
+};
+
+class Run {
+ public:
+  explicit Run(uint64_t seed) : random_(seed), table_(std::vector<int64_t>{6, 9, 14}[random_() % 3]) {}
+
+  void run(int64_t calls) {
+    for (int64_t call = 0; call < calls; ++call) {
+      const uint64_t kind = random_() % 100;
+      if (kind < 40) {
+        if (passes_.size() < 4) forward();
+      } else if (kind < 70) {
+        if (!passes_.empty()) backward();
+      } else if (kind < 78) {
+        if (!passes_.empty()) end_pass(random_() % passes_.size());
+      } else if (kind < 86) {
+        write(any_id());
+      } else if (kind < 90) {
+        remove(any_id());
+      } else if (kind < 94) {
+        compact();
+      } else {
+        read();
+      }
+      CHECK(table_.device.rows() <= table_.device.size());
+    }
+  }
+  const WithDevice& table() const { return table_; }
+
+ private:
+  uint64_t oldest() const { return passes_.empty() ? number_ + 1 : passes_.front().number; }
+  int64_t any_id() { return static_cast<int64_t>(random_() % kIds); }
+  void reclaim() {
+    plain_.reclaim(oldest());
+    table_.reclaim(oldest());
+  }
+
+  void forward() {
+    Pass pass{++number_, {}, {}, false, {}, {}};
+    for (uint64_t n = 1 + random_() % 6; n > 0; --n) {
+      const int64_t id = std::min(any_id(), any_id());  // some ids are frequent
+      pass.plain.push_back(plain_.find_or_insert(id));
+      pass.hosts.push_back(table_.find_or_insert(id));
+      CHECK(pass.plain.back() == pass.hosts.back());
+    }
+    before_.clear();
+    passes_.push_back(pass);
+    Pass& pending = passes_.back();
+    if (random_() % 5 != 0) plan(pending);
+    if (!pending.is_on_device) table_.settle(pending.hosts);
+    for (size_t i = 0; i < pending.hosts.size(); ++i) {
+      const uint64_t value = pending.is_on_device ? table_.arena[pending.devices[i]] : table_.rows[pending.hosts[i]];
+      // A write between the copies and the commit comes after the lookup.
+      const bool is_before = pending.is_on_device && value == before_[pending.plain[i]];
+      CHECK(is_before || value == plain_.rows[pending.plain[i]]);
+    }
+    for (const Slot slot : pending.hosts) ++table_.frequency[slot];
+  }
+  void plan(Pass& pass) {
+    for (const Slot slot : pass.plain) before_[slot] = plain_.rows[slot];
+    table_.land();
+    const std::vector<Slot> slots = pass.hosts;
+    const auto half = static_cast<int64_t>(slots.size() / 2), rest = static_cast<int64_t>(slots.size()) - half;
+    const auto rank = [&](Slot slot) { return table_.frequency[slot]; };
+    const bool fits = table_.device.plan({{slots.data(), half}, {slots.data() + half, rest}}, pass.number, oldest(),
+                                         rank, static_cast<int64_t>(table_.rows.size()));
+    if (!fits) {
+      ++table_.refused;
+      return;
+    }
+    for (const Slot slot : slots) pass.devices.push_back(table_.device.planned_slot(slot));
+    pass.distinct = table_.device.planned().distinct;
+    pass.is_on_device = random_() % 10 != 0;
+    table_.carry_out(!pass.is_on_device, [&] { meanwhile(pass.is_on_device); });
+  }
+  // Another thread writes, removes or moves a row while rows are copied. A pass on the host reads its rows only later,
+  // so that none of them may be removed before.
+  void meanwhile(bool may_remove) {
+    const uint64_t kind = random_() % 8;
+    const int64_t id = any_id();
+    const auto place = table_.slots.find(id);
+    if (kind == 0 && place != table_.slots.end() && !table_.device.is_behind(place->second)) write(id);
+    if (kind == 1 && may_remove) remove(id);
+    if (kind == 2) compact();
+  }
+
+  void backward() {
+    const size_t which = random_() % passes_.size();
+    Pass& pass = passes_[which];
+    std::vector<Slot> distinct = pass.plain;
+    std::sort(distinct.begin(), distinct.end());
+    distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
+    for (const Slot slot : distinct) plain_.rows[slot] = updated(plain_.rows[slot], pass.number);
+    if (pass.is_on_device) {
+      table_.device.plan_refresh(pass.distinct);
+      table_.carry_out(false, [] {});
+      for (const DeviceSlot d : pass.distinct) table_.arena[d] = updated(table_.arena[d], pass.number);
+      table_.device.changed_on_device(pass.distinct, [](Slot) {});
+    } else {
+      table_.settle(pass.hosts);
+      for (const Slot slot : distinct) table_.write(slot, updated(table_.rows[slot], pass.number));
+    }
+    if (random_() % 10 != 0) end_pass(which);  // otherwise there is another backward
+  }
+  void end_pass(size_t which) {
+    passes_.erase(passes_.begin() + static_cast<int64_t>(which));
+    reclaim();
+  }
+
+  void write(int64_t id) {
+    const auto place = table_.slots.find(id);
+    if (place == table_.slots.end()) return;
+    const uint64_t by = random_();
+    plain_.rows[plain_.slots[id]] = updated(plain_.rows[plain_.slots[id]], by);
+    if (table_.device.is_behind(place->second)) table_.settle(std::vector<Slot>{place->second});
+    table_.write(place->second, updated(table_.rows[place->second], by));
+  }
+  void remove(int64_t id) {
+    const auto place = table_.slots.find(id);
+    if (place == table_.slots.end()) return;
+    table_.device.left(place->second);
+    table_.frequency.erase(place->second);
+    for (Host* host : {&plain_, static_cast<Host*>(&table_)}) {
+      host->retired.emplace_back(number_, host->slots[id]);
+      host->slots.erase(id);
+    }
+    reclaim();
+  }
+  // The highest row moves to the lowest free slot.
+  void compact() {
+    if (table_.free.empty() || table_.slots.empty()) return;
+    const auto highest = std::max_element(table_.slots.begin(), table_.slots.end(),
+                                          [](const auto& a, const auto& b) { return a.second < b.second; });
+    const int64_t id = highest->first;
+    const Slot from = highest->second, to = table_.free.back();
+    if (to > from) return;
+    table_.device.moved(from, to);
+    table_.frequency[to] = table_.frequency[from];
+    table_.frequency.erase(from);
+    for (Host* host : {&plain_, static_cast<Host*>(&table_)}) {
+      host->free.pop_back();
+      host->slots[id] = to;
+      host->rows[to] = host->rows[from];
+      host->give_back(from);
+    }
+    for (Pass& pass : passes_) {
+      std::replace(pass.plain.begin(), pass.plain.end(), from, to);
+      std::replace(pass.hosts.begin(), pass.hosts.end(), from, to);
+    }
+    before_[to] = before_[from];
+  }
+
+  void read() {
+    if (random_() % 2 == 0) {  // everything, as a save does
+      table_.land();
+      table_.settle_device_slots(table_.device.dirty_slots());
+      for (const auto& [id, slot] : table_.slots) CHECK(table_.rows[slot] == plain_.rows[plain_.slots[id]]);
+      return;
+    }
+    const auto place = table_.slots.find(any_id());
+    if (place == table_.slots.end()) return;
+    const DeviceSlot d = table_.device.device_slot(place->second);
+    const uint64_t wanted = plain_.rows[plain_.slots[place->first]];
+    if (d != DeviceSlots::kNone && table_.device.is_readable(d)) CHECK(table_.arena[d] == wanted);
+    if (!table_.device.is_behind(place->second)) CHECK(table_.rows[place->second] == wanted);
+  }
+
+  std::mt19937_64 random_;
+  Host plain_;
+  WithDevice table_;
+  std::map<Slot, uint64_t> before_;
+  std::vector<Pass> passes_;
+  uint64_t number_ = 0;
+};
+
+void test_random_calls() {
+  int64_t arrivals = 0, refreshed = 0, written_back = 0, refused = 0, abandoned = 0;
+  for (uint64_t seed = 0; seed < 200; ++seed) {
+    Run run(seed);
+    run.run(2000);
+    arrivals += run.table().arrivals;
+    refreshed += run.table().refreshed;
+    written_back += run.table().written_back;
+    refused += run.table().refused;
+    abandoned += run.table().abandoned;
+  }
+  CHECK(arrivals > 1000 && refreshed > 1000 && written_back > 1000 && refused > 1000 && abandoned > 1000);
+}
+
+// The least frequent rows leave first, and a row that is used does not leave for one that is not.
+void test_victims() {
+  DeviceSlots device(4);
+  std::vector<uint64_t> frequency{5, 1, 3, 2, 9, 9};
+  const auto rank = [&](Slot slot) { return frequency[slot]; };
+  const std::vector<Slot> first{0, 1, 2, 3};
+  CHECK(device.plan({{first.data(), 4}}, 1, 1, rank, 6) && device.planned().arrivals == 4);
+  device.commit();
+  const std::vector<Slot> second{4, 0, 4, 5};
+  CHECK(device.plan({{second.data(), 4}}, 2, 2, rank, 6));
+  CHECK(device.planned().arrivals == 2 && device.planned().hits == 1 && device.planned().leaving.empty());
+  device.commit();
+  CHECK(device.device_slot(1) == DeviceSlots::kNone && device.device_slot(3) == DeviceSlots::kNone);
+  CHECK(device.device_slot(0) != DeviceSlots::kNone && device.device_slot(2) != DeviceSlots::kNone);
+}
+
+// A pass that is pending keeps its device slots, and a plan without room changes nothing.
+void test_no_room() {
+  DeviceSlots device(2);
+  const auto rank = [](Slot) { return uint64_t{0}; };
+  const std::vector<Slot> first{0, 1}, second{2};
+  CHECK(device.plan({{first.data(), 2}}, 1, 1, rank, 3));
+  device.commit();
+  CHECK(!device.plan({{second.data(), 1}}, 2, 1, rank, 3));
+  CHECK(device.planned().rows.empty() && device.rows() == 2);
+  CHECK(device.plan({{second.data(), 1}}, 3, 3, rank, 3));
+  device.commit();
+  CHECK(device.rows() == 2 && device.device_slot(2) != DeviceSlots::kNone);
+  device.clear();
+  CHECK(device.rows() == 0 && device.dirty_slots().empty());
+}
+
+// A plan that would not see the rows in flight is refused.
+void test_plan_before_land() {
+  DeviceSlots device(1);
+  const auto rank = [](Slot) { return uint64_t{0}; };
+  const std::vector<Slot> first{0}, second{1};
+  CHECK(device.plan({{first.data(), 1}}, 1, 1, rank, 2));
+  const std::vector<DeviceSlot> distinct = device.planned().distinct;
+  device.commit();
+  device.changed_on_device(distinct, [](Slot) {});
+  CHECK(device.plan({{second.data(), 1}}, 2, 2, rank, 2));
+  device.commit();
+  CHECK(device.in_flight() == 1 && device.is_behind(0));
+  CHECK_THROWS(device.plan({{first.data(), 1}}, 3, 3, rank, 2), InvalidArgument);
+  int64_t landed = 0;
+  device.land([&](int64_t, Slot slot) { landed += slot == 0 ? 1 : 100; });
+  CHECK(landed == 1 && !device.is_behind(0));
+}
+
+}  // namespace
+
+int main() {
+  test_random_calls();
+  test_victims();
+  test_no_room();
+  test_plan_before_land();
+  return 0;
+}
