@@ -22,7 +22,6 @@ from common.report import (
     write_whole,
 )
 from common.style import REST, Line, Points, cell, document, facts, figure
-
 from torchrec_recstore import TableStats
 
 NAMED_TABLES = 5

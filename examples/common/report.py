@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.command import DataError
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from common.command import DataError
 from torchrec_recstore import TableStats
 
 ALL = "all"

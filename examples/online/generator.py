@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from online.clicks import ANSWERED, NO_ANSWER, NOT_ASKED, REFUSED, Clicks, generated
 from online.settings import Settings
 from online.streams import ClickStream, stream_of

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from online.clicks import Clicks
-from online.settings import Settings
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from online.clicks import Clicks
+from online.settings import Settings
 from torchrec_recstore import (
     Expiry,
     RecStoreConstraints,

@@ -12,6 +12,7 @@ from typing import Any
 
 from common.report import plain, share, short
 from common.style import Line, Points, cell, colour, document, facts, figure
+
 from online.clicks import LATE_S
 
 RELOAD_S = 2

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from online.clicks import ANSWERED, HISTORY, LATE_S, OUTCOMES, Clicks
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
+
+from online.clicks import ANSWERED, HISTORY, LATE_S, OUTCOMES, Clicks
 
 MODELS = ("trained", "served", "frozen")
 SERVERS = ("served", "frozen")
