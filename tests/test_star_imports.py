@@ -4,13 +4,12 @@ TorchRec.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
-from .packages import PYTHON_PATH
+from .interpreters import ForkingInterpreter
 
 SERVICE = {
     "NoInitialRow",
@@ -48,6 +47,8 @@ class Hide:
 sys.meta_path.insert(0, Hide())
 entry_points = importlib.metadata.entry_points
 def visible(**wanted):
+    if not wanted:
+        return entry_points()  # what Triton reads
     return [point for point in entry_points(**wanted) if point.value.partition(":")[0].partition(".")[0] not in hidden]
 importlib.metadata.entry_points = visible
 import pydoc, warnings
@@ -57,6 +58,9 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 OTHERS = ("torchrec_recstore_service", "torchrec_recstore_serving")
 TORCHREC = ("torchrec", "fbgemm_gpu")
 
+TORCH = "import pydoc, torch\n"
+TORCH_AND_TORCHREC = TORCH + "import torchrec.distributed\n"
+
 FACADES = (
     "torchrec_recstore",
     "torchrec_recstore.modules",
@@ -64,18 +68,23 @@ FACADES = (
 )
 
 
+@cache
+def interpreter(begin: str) -> ForkingInterpreter:
+    """An interpreter that has imported packages which are never hidden."""
+    return ForkingInterpreter(begin, "-W", "ignore::UserWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_interpreters() -> Iterator[None]:
+    yield
+    for begin in (TORCH, TORCH_AND_TORCHREC):
+        interpreter(begin).close()
+    interpreter.cache_clear()
+
+
 def run(hidden: tuple[str, ...], code: str) -> str:
-    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    command = [
-        sys.executable,
-        "-W",
-        "ignore::UserWarning",
-        "-c",
-        HIDE.format(hidden=hidden) + code,
-    ]
-    ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False
-    )
+    begin = TORCH if "torchrec" in hidden else TORCH_AND_TORCHREC
+    ended = interpreter(begin).run(HIDE.format(hidden=hidden) + code)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

@@ -334,7 +334,7 @@ def test_a_step_is_done_though_what_has_expired_cannot_be_deleted(
 def test_memory_does_not_grow_with_the_ids_that_were_ever_cold() -> None:
     tiered, whole = _tables(expiry=Expiry(8))
     found = []
-    for step in range(500):
+    for step in range(200):
         # some come back, from memory or from the store
         ids = torch.arange(step * 100 - 300, step * 100 + 100, 2)
         for table in (tiered, whole):
@@ -384,7 +384,7 @@ def test_a_sweep_sees_each_row_about_twice_until_it_expires(
 def test_no_row_is_forgotten_though_sweeps_fail() -> None:
     tiered, whole = _tables(expiry=Expiry(6))
     generator = torch.Generator().manual_seed(0)
-    for step, ids in enumerate(_batches(300, ids=1500)):
+    for step, ids in enumerate(_batches(120, ids=1500)):
         for table in (tiered, whole):
             table.lookup(ids, train=True)
         DictStore.failing = bool(torch.rand((), generator=generator) < 0.3)

@@ -4,15 +4,13 @@ lose nothing.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.packages import PYTHON_PATH
+from tests.interpreters import ForkingInterpreter
 from torchrec_recstore import CheckpointInfo, SSDStore, read_info
 from torchrec_recstore.store import open_cold_store
 
@@ -157,49 +155,40 @@ SCRIPTS = {
 }
 
 
-def run_script(code: str, directory: Path) -> None:
-    """Runs a script in a file, whose names are alive until the interpreter has ended.
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ForkingInterpreter]:
+    interpreter = ForkingInterpreter(BEGIN)
+    yield interpreter
+    interpreter.close()
+
+
+def run_script(interpreter: ForkingInterpreter, code: str, directory: Path) -> None:
+    """Runs a script whose names are alive until the interpreter has ended.
 
     Fails if it prints anything.
     """
-    script = directory / "script.py"
-    script.write_text(BEGIN + code)
-    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = interpreter.run(code, directory)
     assert ended.stderr == ""
     assert ended.stdout == ""
     assert ended.returncode == 0
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_end_without_close(name: str, tmp_path: Path) -> None:
-    run_script(SCRIPTS[name], tmp_path)
+def test_an_end_without_close(
+    name: str, interpreter: ForkingInterpreter, tmp_path: Path
+) -> None:
+    run_script(interpreter, SCRIPTS[name], tmp_path)
 
 
-def test_an_end_by_an_error(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(BEGIN + STORES + TABLES + "raise SystemExit(3)\n")
-    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_an_end_by_an_error(interpreter: ForkingInterpreter, tmp_path: Path) -> None:
+    ended = interpreter.run(STORES + TABLES + "raise SystemExit(3)\n", tmp_path)
     assert (ended.returncode, ended.stderr) == (3, "")
 
 
-def test_acknowledged_rows_are_there(tmp_path: Path) -> None:
-    run_script(STORES + TABLES, tmp_path)
+def test_acknowledged_rows_are_there(
+    interpreter: ForkingInterpreter, tmp_path: Path
+) -> None:
+    run_script(interpreter, STORES + TABLES, tmp_path)
     store = open_cold_store(
         SSDStore(str(tmp_path / "cold"), shared="job"), name="x", row_bytes=ROW_BYTES
     )
@@ -208,14 +197,17 @@ def test_acknowledged_rows_are_there(tmp_path: Path) -> None:
     assert torch.equal(rows, torch.arange(40, dtype=torch.uint8).view(5, ROW_BYTES))
     store.close()
     run_script(
+        interpreter,
         TABLES
         + "assert torch.equal(tables[0].lookup(torch.arange(50)), torch.ones(50, 4))\n",
         tmp_path,
     )
 
 
-def test_a_checkpoint_is_written(tmp_path: Path) -> None:
-    run_script(SAVE, tmp_path)
+def test_a_checkpoint_is_written(
+    interpreter: ForkingInterpreter, tmp_path: Path
+) -> None:
+    run_script(interpreter, SAVE, tmp_path)
     info: CheckpointInfo = read_info(tmp_path / "saved")
     (table,) = info.tables.values() if isinstance(info.tables, dict) else info.tables
     assert table.rows == 102  # those of two batches, and of the prefetched one
