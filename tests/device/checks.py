@@ -163,8 +163,12 @@ def host_copies(device: torch.device) -> dict[str, tuple[int, list[str]]]:
         to = CopyTarget(device, dtype)
         bags = PooledGroup([Table(32, optimizer=SGD(lr=1.0))], [0], "sum")
         rows = SequenceGroup([Table(32, optimizer=SGD(lr=1.0))])
+        accumulated = PooledGroup(
+            [Table(32, optimizer=SGD(lr=1.0))], [0], "sum", accumulation_steps=2
+        )
         look_ups = {
             "bags": partial(bags, ids, torch.arange(257), to=to),
+            "accumulated bags": partial(accumulated, ids, torch.arange(257), to=to),
             "sequences": partial(rows, ids, [256], to=to),
         }
         for kind, look_up in look_ups.items():

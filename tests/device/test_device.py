@@ -136,7 +136,7 @@ def test_lookups_write_into_pinned_memory_and_updates_read_it(
 ) -> None:
     """The host copies rows and gradients only where it changes their data type."""
     copies_of = short["host_copies"][1]
-    for kind in ("bags", "sequences"):
+    for kind in ("bags", "accumulated bags", "sequences"):
         assert copies_of[f"fp32 {kind}"] == (0, ["up", "down"])
         assert copies_of[f"fp32 {kind}, evaluation"] == (0, ["up"])
         assert copies_of[f"fp16 {kind}"] == (2, ["up", "down"])

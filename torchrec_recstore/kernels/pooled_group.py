@@ -66,6 +66,7 @@ class PooledGroup(TableGroup):
         # context and gradient of each pass before the next update
         self._pending: list[tuple[Tensor, Tensor]] = []
         if accumulation_steps > 1:
+            self.keeps_gradient = True
             for table in self.tables:
                 table.pending_passes = self._pending
         self.learning_rate = None
@@ -273,8 +274,7 @@ class PooledGroup(TableGroup):
         grad_weights = None
         if weight_grads:
             grad_weights = ops.group_weight_gradients(context, grad)
-        # a copy, because the caller may reuse the memory of grad
-        self._pending.append((context, grad.clone()))
+        self._pending.append((context, grad))
         if len(self._pending) == self.accumulation_steps:
             contexts = [context for context, _ in self._pending]
             grads = [grad for _, grad in self._pending]

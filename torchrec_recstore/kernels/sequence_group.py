@@ -50,6 +50,7 @@ class SequenceGroup(TableGroup):
                 accumulation_steps=accumulation_steps,
             )
             self._groups.append(group)
+        self.keeps_gradient = accumulation_steps > 1
         self._handles = [group.handle for group in self._groups]
         self._columns = [len(table.columns) for table in tables]
         self._has_cold_rows = any(group.cold_rows.tiers for group in self._groups)

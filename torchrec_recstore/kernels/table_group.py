@@ -67,6 +67,12 @@ class TableGroup(nn.Module):
     evaluation, also in training.
     """
 
+    keeps_gradient = False
+    """Whether ``update`` keeps the gradient after it has returned.
+
+    The memory of the gradient is then not given to anyone else.
+    """
+
     updates_late = True
     """Whether backward on an accelerator returns before the rows have been updated."""
 
@@ -118,6 +124,14 @@ class TableGroup(nn.Module):
         per-sample weights, (N,) float32, or None without ``weight_grads``.
         """
         raise NotImplementedError
+
+    def own_gradient(self, grad: Tensor) -> Tensor:
+        """Returns a gradient on the host for ``update``: a copy, if ``update`` keeps it,
+        because others may change the memory of the gradient of a backward.
+        """
+        if self.keeps_gradient and grad.dtype is torch.float32:
+            return grad.clone()
+        return grad
 
     def wait_for_updates(self) -> None:
         """Waits for updates that are carried out elsewhere, or raises the error of one."""
@@ -320,6 +334,8 @@ class _TrainingLookup(torch.autograd.Function):
                 group.update_later(context, arriving, ctx.counts)
                 return (None,) * 7
             grad = arriving.wait()
+        else:
+            grad = group.own_gradient(grad)
         ops.finish_updates()
         with ops.native_errors(group._label):
             grad = grad if grad.dtype is torch.float32 else grad.float()
@@ -424,6 +440,7 @@ def _update(
     weight_grads: int | None,
 ) -> Tensor:
     group = _group_of(handle)
+    grad = group.own_gradient(grad)
     ops.finish_updates()
     with ops.native_errors(group._label):
         grad_weights = group.update(context, grad, weight_grads is not None, counts)
