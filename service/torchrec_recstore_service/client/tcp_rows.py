@@ -233,33 +233,35 @@ class TcpConnection:
             raise call_gone(error) from None
 
     def _receive(self) -> pb.SegmentReply:
-        size = int.from_bytes(self._next_bytes(4), "little")
-        if size > _AHEAD_BYTES:
-            raise call_gone("the reply is too long")
-        message = self._next_bytes(size)
+        # Both pieces are read here, because a call of a function for each would be
+        # felt in small replies.
+        size = 4  # of the number before the message, and then of the message
+        content = b""
+        for is_message in (False, True):
+            while self._end - self._begin < size:
+                # the remaining bytes move to the beginning
+                if self._begin + size > _AHEAD_BYTES or self._begin == self._end:
+                    remaining = bytes(self._view[self._begin : self._end])
+                    self._view[: len(remaining)] = remaining
+                    self._begin = 0
+                    self._end = len(remaining)
+                most_end = self._begin + max(size, self._read_bytes)
+                self._end += self._read(self._view[self._end : most_end])
+            content_end = self._begin + size
+            content = bytes(self._view[self._begin : content_end])
+            self._begin = content_end
+            if not is_message:
+                size = int.from_bytes(content, "little")
+                if size > _AHEAD_BYTES:
+                    raise call_gone("the reply is too long")
         try:
-            reply: pb.SegmentReply = pb.SegmentReply.FromString(message)
+            reply: pb.SegmentReply = pb.SegmentReply.FromString(content)
         except DecodeError:
             raise call_gone("the reply cannot be read") from None
         if reply.code:
             code = MESSAGE_CODES.get(reply.code, grpc.StatusCode.UNKNOWN)
             raise ServedError(code, reply.details, reply.error)
         return reply
-
-    def _next_bytes(self, size: int) -> bytes:
-        """Receives so many bytes, and reads more ahead."""
-        while self._end - self._begin < size:
-            # the remaining bytes move to the beginning
-            if self._begin + size > _AHEAD_BYTES or self._begin == self._end:
-                remaining = bytes(self._view[self._begin : self._end])
-                self._view[: len(remaining)] = remaining
-                self._begin = 0
-                self._end = len(remaining)
-            most_end = self._begin + max(size, self._read_bytes)
-            self._end += self._read(self._view[self._end : most_end])
-        first = self._begin
-        self._begin += size
-        return bytes(self._view[first : self._begin])
 
     def _array(self, size: int) -> Any:
         array = np.empty(size, np.uint8)
