@@ -213,12 +213,16 @@ class _Save:
                         undo,
                     )
                 if polite:  # Training changes the tensors while the copies are written.
-                    for key, value in self._dense.items():
-                        self._dense[key] = value.clone()
-                    for key, value in self._tensors.items():
-                        self._tensors[key] = value.detach().clone()
+                    self._copy_tensors()
             self._choose_removals(env)
             self.snapshots = undo.pop_all()  # and the lock of the path
+
+    def _copy_tensors(self) -> None:
+        """Replaces the tensors that are saved by copies of them."""
+        for key, value in self._dense.items():
+            self._dense[key] = value.clone()
+        for key, value in self._tensors.items():
+            self._tensors[key] = value.detach().clone()
 
     def _take_snapshots(
         self,

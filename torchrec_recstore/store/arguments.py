@@ -251,8 +251,11 @@ def check_table(
         )
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {type(name).__name__}")
-    if columns is None:
-        return
+    if columns is not None:
+        _check_columns(columns, dim)
+
+
+def _check_columns(columns: object, dim: int) -> None:
     if not isinstance(columns, range):
         raise TypeError(f"columns must be a range, got {type(columns).__name__}")
     if columns.step != 1 or not 0 <= columns.start < columns.stop <= dim:

@@ -85,6 +85,34 @@ class _Prefetched(NamedTuple):
     result: ReadRows
 
 
+def _maker_of(
+    name: str,
+    spec: TableSpec,
+    ids: range,
+    init_func: InitFunc | None,
+    row_func: InitFunc | None,
+) -> WholeTable | RowByRow | None:
+    """Returns what makes the initial rows of a table from a function of the user."""
+    if init_func is not None:
+        return WholeTable(
+            init_func,
+            name=name,
+            seed=spec.options.seed,
+            ids=ids,
+            dim=spec.dim,
+            dtype=value_dtype(spec.dtype),
+        )
+    if row_func is not None:
+        return RowByRow(
+            row_func,
+            name=name,
+            seed=spec.options.seed,
+            dim=spec.dim,
+            dtype=value_dtype(spec.dtype),
+        )
+    return None
+
+
 class PlainClient:
     """A client of named embedding tables, which are in this process or on parameter
     servers: :class:`RecStoreClient` without what exists for programs that were written
@@ -169,24 +197,7 @@ class PlainClient:
             optimizer=optimizer,
             options=options,
         )
-        maker: WholeTable | RowByRow | None = None
-        if init_func is not None:
-            maker = WholeTable(
-                init_func,
-                name=name,
-                seed=options.seed,
-                ids=ids,
-                dim=dim,
-                dtype=value_dtype(dtype),
-            )
-        elif row_func is not None:
-            maker = RowByRow(
-                row_func,
-                name=name,
-                seed=options.seed,
-                dim=dim,
-                dtype=value_dtype(dtype),
-            )
+        maker = _maker_of(name, spec, ids, init_func, row_func)
         if maker is not None:
             spec = replace(spec, initial_rows=maker.digest)
         tables.create(name, spec)

@@ -254,29 +254,37 @@ def check_loadable(
                 f"the checkpoint {info.path} has no table {name!r}, but this process"
                 " has it"
             )
-        source = loaded[name]
-        dim = spec.dim if source.function is None else source.spec.dim
-        optimizer = spec.optimizer if warm.optimizer else None
-        check_fits(
-            name,
-            saved=info.tables[source.saved_name],
-            path=info.path,
-            dim=dim,
-            optimizer=optimizer,
-            owner="this process",
+        _check_same_table(name, info, loaded[name], spec, warm)
+
+
+def _check_same_table(
+    name: str,
+    info: CheckpointInfo,
+    source: LoadedSource,
+    spec: TableSpec,
+    warm: WarmStart,
+) -> None:
+    """Raises ValueError if a table of the process is not that of a checkpoint."""
+    check_fits(
+        name,
+        saved=info.tables[source.saved_name],
+        path=info.path,
+        dim=spec.dim if source.function is None else source.spec.dim,
+        optimizer=spec.optimizer if warm.optimizer else None,
+        owner="this process",
+    )
+    if source.spec.initial_rows != spec.initial_rows:
+        raise ValueError(
+            f"table {name!r} was made with another init_func in the checkpoint"
+            f" {info.path}"
         )
-        if source.spec.initial_rows != spec.initial_rows:
-            raise ValueError(
-                f"table {name!r} was made with another init_func in the checkpoint"
-                f" {info.path}"
-            )
-        if source.spec.shard != spec.shard:
-            saved_part, saved_parts = source.spec.shard
-            part, parts = spec.shard
-            raise ValueError(
-                f"the checkpoint {info.path} has part {saved_part + 1} of {saved_parts}"
-                f" of table {name!r}, but this process has part {part + 1} of {parts}"
-            )
+    if source.spec.shard != spec.shard:
+        saved_part, saved_parts = source.spec.shard
+        part, parts = spec.shard
+        raise ValueError(
+            f"the checkpoint {info.path} has part {saved_part + 1} of {saved_parts}"
+            f" of table {name!r}, but this process has part {part + 1} of {parts}"
+        )
 
 
 def loaded_tables(

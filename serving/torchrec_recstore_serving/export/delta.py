@@ -6,7 +6,7 @@ while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -126,6 +126,15 @@ def checked_delta(
     return tensors
 
 
+def _check_same_on_servers(in_model: Set[str], in_base: Set[str]) -> None:
+    """Raises ValueError if a table is on servers in one of two exports only."""
+    for name in sorted(in_model ^ in_base):
+        raise ValueError(
+            f"table {name!r} is on servers only in"
+            f" {'the model' if name in in_model else 'base'}: export anew"
+        )
+
+
 def write_delta(
     served: nn.Module,
     base: torch.jit.ScriptModule,
@@ -164,11 +173,7 @@ def write_delta(
         )
     check_attributes(served, base)
     on_servers = served_on_servers(served)
-    for name in sorted(on_servers.keys() ^ served_on_servers(base).keys()):
-        raise ValueError(
-            f"table {name!r} is on servers only in"
-            f" {'the model' if name in on_servers else 'base'}: export anew"
-        )
+    _check_same_on_servers(on_servers.keys(), served_on_servers(base).keys())
     tensors: dict[str, Tensor] = {}
     changed_tables: dict[str, DeltaTable] = {}
     for name, table in tables.items():

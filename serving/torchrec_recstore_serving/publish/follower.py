@@ -54,6 +54,21 @@ _BAD = (
 _END_S = 1.0
 
 
+def _check_pinned(pinned: int | None) -> None:
+    if pinned is not None and pinned < 1:
+        raise ValueError(
+            f"pinned must be the number of a publication, from 1, got {pinned}"
+        )
+
+
+def _prepare_process() -> None:
+    """Does once what a thread must not do, because it changes the state of the process:
+    registering operators and compiling.
+    """
+    load_libraries()
+    compile_checksums()
+
+
 class Follower:
     """A served model that follows a :class:`DeltaPublisher`.
 
@@ -102,14 +117,8 @@ class Follower:
         retrieval: Retrieval | Sequence[Retrieval] = (),
         pinned: int | None = None,
     ) -> None:
-        if pinned is not None and pinned < 1:
-            raise ValueError(
-                f"pinned must be the number of a publication, from 1, got {pinned}"
-            )
-        # The thread registers no operators and compiles nothing, because both change
-        # the state of the process.
-        load_libraries()
-        compile_checksums()
+        _check_pinned(pinned)
+        _prepare_process()
         self._pinned = pinned
         self._indexes = as_sequence(retrieval)
         self._key = key_at(key)
