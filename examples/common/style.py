@@ -338,13 +338,7 @@ def _svg(
     if axes.first_x < 0 < axes.last_x:
         grid.append(_zero_line(axes.place_x(0.0)))
     heights = [str_of(tick) for tick in axes.ticks]
-    texts = []
-    for tick, height in zip(axes.ticks, heights, strict=True):
-        y = axes.place_y(tick) / SIDE
-        texts.append(
-            f'<text y="{y:.2%}" dx="-8" dy="5" text-anchor="end">{escape(height)}</text>'
-        )
-    texts += _x_texts(axes, x_of)
+    texts = _y_texts(axes, heights) + _x_texts(axes, x_of)
 
     shapes: list[str] = []
     labels: list[tuple[float, str, str]] = []  # height, label, colour
@@ -392,6 +386,17 @@ def _zero_line(x: float) -> str:
         f'<path d="M{x:.1f} 0V{SIDE}" stroke="currentColor" stroke-opacity="0.5"'
         f' stroke-dasharray="2 4" {_STEADY}/>'
     )
+
+
+def _y_texts(axes: _Axes, heights: Sequence[str]) -> list[str]:
+    """Returns the numbers beside the vertical axis."""
+    texts = []
+    for tick, height in zip(axes.ticks, heights, strict=True):
+        y = axes.place_y(tick) / SIDE
+        texts.append(
+            f'<text y="{y:.2%}" dx="-8" dy="5" text-anchor="end">{escape(height)}</text>'
+        )
+    return texts
 
 
 def _x_texts(axes: _Axes, x_of: Callable[[float], str]) -> list[str]:

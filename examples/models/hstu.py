@@ -326,23 +326,11 @@ class StaticTable(nn.Module):
         return rows
 
 
-def main(data: Path, epochs: int, seed: int, static: bool) -> None:
-    """Trains, and prints HR@10 of the test ratings."""
-    tune_threads()
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank = dist.get_rank()
-    ranks = dist.get_world_size()
-    ratings = read(data)
-    in_train = ratings.order < int(0.9 * len(ratings.order))
-    has_history = torch.arange(len(in_train)) > ratings.begin
-    test = torch.nonzero(~in_train & has_history).flatten()
-    movies = ratings.item[in_train].unique()
-    begins, ends = windows(ratings, in_train)
-
-    torch.manual_seed(seed)
+def build(
+    ratings: Ratings,
+    static: bool,
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """Returns the sharded model, and the optimizers of what is not in RecStore."""
     config = EmbeddingConfig(
         name="t_item",
         embedding_dim=DIM,
@@ -366,30 +354,72 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
     optimizers = [torch.optim.Adam(dense.values(), lr=LR)]
     if static:
         optimizers.append(torch.optim.SparseAdam(static_rows, lr=LR))
+    return model, optimizers
+
+
+def train_epoch(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    ratings: Ratings,
+    movies: Tensor,
+    begins: Tensor,
+    ends: Tensor,
+) -> list[float]:
+    """Trains with this rank's part of each batch of windows, and returns the losses.
+
+    ``movies`` are the ids from which the negatives are drawn.
+    """
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    even_windows = len(begins) // ranks * ranks
+    losses = []
+    for batch in torch.arange(even_windows).split(BATCH):
+        part = batch[rank::ranks]
+        items = ragged(ratings.item, begins[part], ends[part])
+        times = ragged(ratings.time, begins[part], ends[part])
+        numbers = torch.randint(len(movies), (len(part), NEGATIVES))
+        ids = features(items, movies[numbers])
+        predicted, targets, negatives = model(ids, times.to_padded_dense(LENGTH + 1))
+        loss = sampled_softmax(predicted, targets, negatives, ids)
+        model.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main(data: Path, epochs: int, seed: int, static: bool) -> None:
+    """Trains, and prints HR@10 of the test ratings."""
+    tune_threads()
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank = dist.get_rank()
+    ratings = read(data)
+    in_train = ratings.order < int(0.9 * len(ratings.order))
+    has_history = torch.arange(len(in_train)) > ratings.begin
+    test = torch.nonzero(~in_train & has_history).flatten()
+    movies = ratings.item[in_train].unique()
+    begins, ends = windows(ratings, in_train)
+
+    torch.manual_seed(seed)
+    model, optimizers = build(ratings, static)
 
     begin = time.perf_counter()
     for epoch in range(epochs):
         model.train()
-        losses = []
         random = torch.Generator().manual_seed(seed * epochs + epoch)
         order = torch.randperm(len(begins), generator=random)
-        even_windows = len(order) // ranks * ranks
-        for batch in order[:even_windows].split(BATCH):
-            part = batch[rank::ranks]
-            items = ragged(ratings.item, begins[part], ends[part])
-            times = ragged(ratings.time, begins[part], ends[part])
-            numbers = torch.randint(len(movies), (len(part), NEGATIVES))
-            negatives = movies[numbers]
-            ids = features(items, negatives)
-            predicted, targets, negative_vectors = model(
-                ids, times.to_padded_dense(LENGTH + 1)
-            )
-            loss = sampled_softmax(predicted, targets, negative_vectors, ids)
-            model.zero_grad()
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            losses.append(loss.item())
+        losses = train_epoch(
+            model,
+            optimizers,
+            ratings,
+            movies,
+            begins[order],
+            ends[order],
+        )
         if rank == 0:
             mean_loss = sum(losses) / len(losses)
             print(f"epoch {epoch + 1}: training loss {mean_loss:.4f}", flush=True)

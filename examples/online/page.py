@@ -108,29 +108,18 @@ def _numbers(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _plots(state: Mapping[str, Any]) -> list[str]:
     """Returns all plots of the page as HTML."""
+    return [*_quality_plots(state), *_time_plots(state), *_row_plots(state)]
+
+
+def _quality_plots(state: Mapping[str, Any]) -> list[str]:
+    """Returns the plots of how good the predictions of the models are."""
     windows = state["windows"]
-    samples = state["samples"]
     start_ms = state["settings"]["start_ms"]
-    aucs = {name: _of_windows(windows, name, "auc", start_ms) for name in NAMES}
-    calibrations = {
-        name: _of_windows(windows, name, "calibration", start_ms) for name in NAMES
-    }
-    speeds = {
-        "trained": _of_samples(samples, "samples_per_second"),
-        "clicks": _of_samples(samples, "clicks_per_second"),
-    }
-    ages = {
-        "served": _of_samples(samples, "age_s"),
-        "trained": _of_samples(samples, "behind_s"),
-    }
-    live = live_windows(state)
-    answered = {name: _of_windows(live, name, "answered", start_ms) for name in SERVERS}
-    rows = {}
-    for name in state["rows"]:
-        rows[name] = [
-            (sample["second"], sample["rows"].get(name, 0)) for sample in samples
-        ]
-    expired = {"expired": _of_samples(samples, "expired")}
+    aucs = {}
+    calibrations = {}
+    for name in NAMES:
+        aucs[name] = _of_windows(windows, name, "auc", start_ms)
+        calibrations[name] = _of_windows(windows, name, "calibration", start_ms)
     return [
         _plot(
             "AUC by window",
@@ -146,6 +135,24 @@ def _plots(state: Mapping[str, Any]) -> list[str]:
             "{:.2f}".format,
             unit="predicted clicks for each click",
         ),
+    ]
+
+
+def _time_plots(state: Mapping[str, Any]) -> list[str]:
+    """Returns the plots of how fast the run is, and how fresh what it serves."""
+    samples = state["samples"]
+    speeds = {
+        "trained": _of_samples(samples, "samples_per_second"),
+        "clicks": _of_samples(samples, "clicks_per_second"),
+    }
+    ages = {
+        "served": _of_samples(samples, "age_s"),
+        "trained": _of_samples(samples, "behind_s"),
+    }
+    live = live_windows(state)
+    start_ms = state["settings"]["start_ms"]
+    answered = {name: _of_windows(live, name, "answered", start_ms) for name in SERVERS}
+    return [
         _plot(
             "Speed",
             "Clicks that are trained and that arrive, a second.",
@@ -171,6 +178,19 @@ def _plots(state: Mapping[str, Any]) -> list[str]:
             unit="share of the clicks",
             zero=True,
         ),
+    ]
+
+
+def _row_plots(state: Mapping[str, Any]) -> list[str]:
+    """Returns the plots of the rows of the tables."""
+    samples = state["samples"]
+    rows = {}
+    for name in state["rows"]:
+        rows[name] = [
+            (sample["second"], sample["rows"].get(name, 0)) for sample in samples
+        ]
+    expired = {"expired": _of_samples(samples, "expired")}
+    return [
         _plot("Rows", "Rows of each table.", rows, short, unit="rows", zero=True),
         _plot(
             "Expired",
