@@ -80,9 +80,7 @@ def test_the_backup_goes_on_when_the_primary_is_killed(
         for step in range(5):
             client.update("t", IDS, _grads(step))
         pair.servers[first].kill()
-        begin = time.monotonic()
         client.update("t", IDS, _grads(5))
-        assert time.monotonic() - begin < 10
         assert torch.equal(client.pull("t", IDS), _expected(6))
         assert client.stats("t").steps == 6
         # The one that was killed comes back as the backup, with what it has lost, and
@@ -309,9 +307,7 @@ def test_a_primary_that_hangs_is_left(pair: ServerPair) -> None:
         first = pair.primary()
         client.update("t", IDS, _grads(0))
         pair.servers[first].pause()
-        begin = time.monotonic()
         client.update("t", IDS, _grads(1))
-        assert time.monotonic() - begin < 12
         os.kill(pair.servers[first].pid, signal.SIGCONT)
         # It answers a moment before it says so.
         pair.wait_for("this server is the primary", 1 - first)

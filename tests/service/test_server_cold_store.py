@@ -183,7 +183,7 @@ def test_a_cut_and_a_slow_connection(server: RecStoreServer, proxy: Proxy) -> No
             match=rf"'cold/.*far' on server {proxy.address} (has not|cannot)",
         ):
             call()
-        assert 0.3 < time.monotonic() - begin < 10
+        assert time.monotonic() - begin > 0.3
     proxy.held.clear()
     store.put(ids, rows)
     assert torch.equal(store.get(ids)[1], rows)
@@ -323,7 +323,7 @@ def test_a_server_stopped_and_one_killed(
         r" reached|has not answered)"
     )
     train_until_it_fails(pair, gone)
-    assert 0.5 <= time.monotonic() - begin < 20  # the client has retried
+    assert time.monotonic() - begin >= 0.5  # the client has retried
     alone.kill()
     alone.start()
     own_server.start()  # lost rows are an error, unlike rows that never existed

@@ -392,7 +392,7 @@ def test_close_does_not_wait_for_the_next_look(
         publish(publisher)
         for paused in (False, True) if "://" in place else (False,):
             follower = Follower(place)
-            follower.start(every_s=60)
+            follower.start(every_s=3600)  # longer than pytest waits
             wait_for(lambda follower=follower: follower.version is not None)  # type: ignore[misc]
             server: RedisServer | None = (
                 request.getfixturevalue("server") if "://" in place else None
@@ -401,9 +401,7 @@ def test_close_does_not_wait_for_the_next_look(
                 if server is not None and paused:
                     server.pause()
                     time.sleep(0.1)
-                begin = time.monotonic()
                 follower.close()
-                assert time.monotonic() - begin < 2
             finally:
                 if server is not None:
                     server.resume()
@@ -414,13 +412,17 @@ def test_sigterm_does_not_wait_for_the_next_look(place: str) -> None:
     with DeltaPublisher(trained(), place, every_s=0) as publisher:
         publish(publisher)
     command = FollowCommand(
-        place, "--http", "127.0.0.1:0", "--poll-every", "60", "--report-every", "60"
+        place,
+        "--http",
+        "127.0.0.1:0",
+        "--poll-every",
+        "3600",
+        "--report-every",
+        "3600",
     )
     wait_for(lambda: command.http("/health")[0] == 200)
-    begin = time.monotonic()
     command.command.terminate()
-    assert command.command.wait(60) == 0, command.command.stderr
-    assert time.monotonic() - begin < 5
+    assert command.command.wait(280) == 0, command.command.stderr
     assert command.lines()[-1]["event"] == "stopped"
 
 
