@@ -13,6 +13,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore import ops, table_fields
 from torchrec_recstore.kernels import PooledGroup
+from torchrec_recstore.kernels.device_interface import INTEGERS, NUMBERS
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import (
     LRU,
@@ -158,7 +159,82 @@ def _create(without: str = "", **changed: float) -> int:
     return int(torch.ops.recstore_ops.table_create(*arguments))
 
 
+LAYOUT = (
+    ["columns", "row_type", "optimizer", "element_states", "has_row_state"],
+    [4, 0, 2, 0, 1],
+)
+SEGMENTS = torch.tensor([[0, 2, 0, 4, 0]])
+DEVICE_SLOTS = torch.tensor([1, 0, 1], dtype=torch.int32)
+SETTINGS = (NUMBERS, torch.zeros(1, len(NUMBERS)))
+INTEGER_SETTINGS = (INTEGERS, torch.zeros(1, len(INTEGERS), dtype=torch.int64))
+FAILED = torch.zeros(2, dtype=torch.int32)
+
+
+def _sorted_slots() -> tuple[torch.Tensor, torch.Tensor]:
+    keys, order = torch.sort(DEVICE_SLOTS, stable=True)
+    return keys, order
+
+
 CASES: dict[str, Any] = {
+    "device_settings": lambda: (_group(), [0.1], NUMBERS, INTEGERS),
+    "device_pool": lambda: (
+        *LAYOUT,
+        torch.ones(2, 8),
+        0,
+        None,
+        DEVICE_SLOTS,
+        OFFSETS,
+        None,
+        SEGMENTS,
+        False,
+        torch.zeros(8),
+    ),
+    "device_locate": lambda: (
+        OFFSETS,
+        None,
+        SEGMENTS,
+        True,
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(3),
+        torch.zeros(3, dtype=torch.int32),
+    ),
+    "device_weight_gradients": lambda: (
+        *LAYOUT,
+        torch.ones(2, 8),
+        0,
+        None,
+        DEVICE_SLOTS,
+        OFFSETS,
+        SEGMENTS,
+        False,
+        torch.ones(8),
+        *SETTINGS,
+        torch.zeros(3),
+    ),
+    "device_check_finite": lambda: (
+        torch.ones(8),
+        SEGMENTS,
+        4,
+        *INTEGER_SETTINGS,
+        FAILED.clone(),
+    ),
+    "device_update": lambda: (
+        *LAYOUT,
+        torch.ones(2, 8),
+        0,
+        *_sorted_slots(),
+        0,
+        3,
+        torch.tensor([0, 4, 4]),
+        torch.ones(3),
+        torch.zeros(3, dtype=torch.int32),
+        torch.ones(8),
+        *SETTINGS,
+        *INTEGER_SETTINGS,
+        IDS,
+        FAILED,
+        torch.zeros(1, dtype=torch.int64),
+    ),
     "table_create": lambda: _create_arguments(),
     "optimizer_load": lambda: tuple(NADAM.code().values()),
     "table_destroy": lambda: (
@@ -418,6 +494,11 @@ TAKE_HANDLE = sorted(
         "ssd_scan_close",
         "instruction_set",
         "buffer_pool_bytes",
+        "device_check_finite",
+        "device_locate",
+        "device_pool",
+        "device_update",
+        "device_weight_gradients",
         "ids_distinct",
         "ids_split",
         "mix_ids",

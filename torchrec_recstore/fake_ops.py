@@ -128,6 +128,11 @@ def _mixed_ids(ids: Tensor, inverse: bool) -> Tensor:
 
 
 _FAKES: dict[str, Callable[..., object]] = {
+    "device_check_finite": _nothing,
+    "device_locate": _nothing,
+    "device_pool": _nothing,
+    "device_update": _nothing,
+    "device_weight_gradients": _nothing,
     "group_accumulated_backward": _nothing,
     "group_backward": _group_backward,
     "group_forward": _group_forward,
@@ -177,6 +182,11 @@ _FAKES: dict[str, Callable[..., object]] = {
 }
 
 _ON_TENSORS = (
+    "device_check_finite",
+    "device_locate",
+    "device_pool",
+    "device_update",
+    "device_weight_gradients",
     "ids_distinct",
     "ids_split",
     "mix_ids",

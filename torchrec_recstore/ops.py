@@ -563,6 +563,38 @@ rows_forward_into: Callable[
 the contexts of :data:`rows_forward`, whose rows are written to ``out``.
 """
 
+# Rows in the memory of a device: kernels/device_interface.py has the arguments.
+device_settings: Callable[
+    [int, Sequence[float], Sequence[str], Sequence[str]], tuple[Tensor, Tensor]
+] = _ops.device_settings.default
+"""(group, learning_rates, number_names, integer_names) -> the settings of the next
+update of each table: numbers (tables, number names) float32, and integers (tables,
+integer names) int64, in the order of the names.
+
+``learning_rates`` has one entry for each table. Nothing changes, so that the caller
+counts the update.
+"""
+
+device_pool: Callable[..., None] = _ops.device_pool.default
+"""The reference of ``DeviceKernels.pool``, for an output that is flat and float32."""
+
+device_locate: Callable[..., None] = _ops.device_locate.default
+"""The reference of ``DeviceKernels.locate``."""
+
+device_weight_gradients: Callable[..., None] = _ops.device_weight_gradients.default
+"""The reference of ``DeviceKernels.weight_gradients``, for a gradient that is flat and
+float32.
+"""
+
+device_check_finite: Callable[..., None] = _ops.device_check_finite.default
+"""The reference of ``DeviceKernels.check_finite``, for a gradient that is flat and
+float32.
+"""
+
+device_update: Callable[..., None] = _ops.device_update.default
+"""The reference of ``DeviceKernels.update``, for a gradient that is flat and float32.
+"""
+
 # Ids.
 mix_ids: Callable[[Tensor, bool], Tensor] = _ops.mix_ids.default
 """(ids (N,) int64, inverse) -> (N,) int64: the ids, mapped by a bijection that leaves

@@ -378,15 +378,14 @@ void note_uses(const Table& table, const ResolvedBatch& resolved, const Link* li
   }
 }
 
-// How the next update of the table rounds its weights and states.
+}  // namespace
+
 StochasticRounding rounding_of(const Table& table, const Routing& routing) {
   const TableConfig& config = table.config();
   if (!config.stochastic_rounding && config.state_type == StateType::kFloat32) return {};
   const uint64_t key = mix(table.initializer().key() + mix(static_cast<uint64_t>(table.optimizer_steps()) + 1));
   return {config.stochastic_rounding, key, &routing, config.column_begin};
 }
-
-}  // namespace
 
 struct Update::Work {
   Work(const ResolvedBatch& of, const float* gradient, const Steps& looked_up, Executor& executor)

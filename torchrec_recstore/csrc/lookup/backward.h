@@ -6,6 +6,7 @@
 
 #include "base/executor.h"
 #include "lookup/group.h"
+#include "row_loops/row_loops.h"
 
 namespace recstore {
 
@@ -45,6 +46,9 @@ class Update {
 // Records the step of a batch that has had no backward. Tables whose step is 0 are skipped; the caller holds the locks
 // of the other tables. Throws OutOfMemory; nothing is recorded then.
 Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor& executor);
+
+// Returns how the next update of the table rounds its weights and states. It refers to the routing.
+StochasticRounding rounding_of(const Table& table, const Routing& routing);
 
 // Writes the gradient of each per-sample weight, which is the dot product of the id's present row and the gradient of
 // its bag. grad_weights: (n_ids,).
