@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -104,6 +105,33 @@ def test_a_file_that_torch_alone_reads(
         if "user" in line and "float16" in line
     ]
     assert "rows left out" in shown.stdout
+
+
+def test_the_closing_line_loads_the_file(
+    trained: DistributedModelParallel, tmp_path: Path
+) -> None:
+    closing_lines = {}
+    for dtype, index in (
+        ("int8", "sorted"),
+        ("float32", "sorted"),
+        ("int8", "hash"),
+    ):
+        path = tmp_path / f"{dtype}-{index}.pt"
+        shown = export(tmp_path / "full", path, "--dtype", dtype, "--index", index)
+        start, _, code = shown.stdout.splitlines()[-1].partition(": ")
+        assert start == "to load it"
+        closing_lines[dtype, index] = code
+    assert closing_lines["float32", "sorted"].startswith(
+        "import torch; torch.jit.load("
+    )
+    assert "load_library()" in closing_lines["int8", "hash"]
+    # a process of its own, because this one has imported fbgemm_gpu
+    code = closing_lines["int8", "sorted"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    without_ops = code.replace(", fbgemm_gpu", "")
+    done = subprocess.run([sys.executable, "-c", without_ops], capture_output=True)
+    assert done.returncode == 1
 
 
 def test_a_delta(trained: DistributedModelParallel, tmp_path: Path) -> None:

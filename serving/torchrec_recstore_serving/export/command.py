@@ -112,6 +112,10 @@ def export(
     """Export the tables of a checkpoint as a TorchScript file that torch.jit.load runs
     without torchrec_recstore.
 
+    A process that loads the file needs the line "import fbgemm_gpu" before
+    torch.jit.load, unless the rows are float32. With --index hash, it calls
+    torchrec_recstore.inference.load_library instead.
+
     The exported model takes raw ids, and ids without a row read as zeros. With --index
     hash --rows mapped, all processes of a host share the rows, which lie in the file,
     and the tables may be larger than the memory.
@@ -148,8 +152,15 @@ def export(
         info = _export(checkpoint, output, form, delta_of, min_frequency, top_rows, key)
     if as_json:
         print_json(_as_json(info))
-    else:
-        _print(info)
+        return
+    _print(info)
+    if delta_of is None:
+        stdout().print(
+            _how_to_load(info.path, form),
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -245,6 +256,17 @@ def _print(info: ExportInfo | DeltaInfo) -> None:
         markup=False,
         soft_wrap=True,
     )
+
+
+def _how_to_load(path: Path, form: _Form) -> str:
+    """Returns the lines of Python that load an exported file, and what they need."""
+    load = f"torch.jit.load({str(path)!r})"
+    if form.index == "hash":
+        line = "from torchrec_recstore.inference import load_library; load_library()"
+        return f"to load it: import torch; {line}; {load}"
+    if form.dtype == "float32":
+        return f"to load it: import torch; {load}"
+    return f"to load it: import torch, fbgemm_gpu; {load}"
 
 
 def _cell(column: str, value: int | str) -> str:
