@@ -86,6 +86,21 @@ def test_the_unchanged_ones_are_good(saved: Path) -> None:
             compact_checkpoint(saved / path, saved / f"compact-{path}")
 
 
+def test_the_folder_of_several_checkpoints_names_the_newest(tmp_path: Path) -> None:
+    for number, name in enumerate(("900", "1000", "first")):
+        shutil.copytree(CHECKPOINTS / "full", tmp_path / "run" / name)
+        time = 1_000_000_000 + (0 if name == "first" else number)
+        os.utime(tmp_path / "run" / name / METADATA, (time, time))
+    with pytest.raises(FileNotFoundError) as error:
+        read_info(tmp_path / "run")
+    assert str(error.value) == (
+        f"no checkpoint at {tmp_path / 'run'}: it is a folder with 3 checkpoint(s): pass"
+        f" one of them, of which {tmp_path / 'run' / '1000'} was saved last"
+    )
+    with pytest.raises(FileNotFoundError, match=f"it has no {METADATA}$"):
+        read_info(tmp_path)
+
+
 def drop(what: str, *, file_too: bool = True) -> Callable[[Document], None]:
     def dropped(document: Document) -> None:
         part = document["tables"]["item"][what].pop()

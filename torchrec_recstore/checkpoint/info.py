@@ -211,6 +211,23 @@ def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -
     return checksum
 
 
+def _reason(path: Path) -> str:
+    """Returns why there is no checkpoint at a path.
+
+    The folder of several checkpoints is a common mistake, and its newest one is named.
+    """
+    if not path.exists():
+        return "no such directory"
+    files = list(path.glob(f"*/{METADATA}"))
+    if not files:
+        return f"it has no {METADATA}"
+    newest = max(files, key=lambda file: (file.stat().st_mtime_ns, file))
+    return (
+        f"it is a folder with {len(files)} checkpoint(s): pass one of them, of which"
+        f" {newest.parent} was saved last"
+    )
+
+
 def read_info(path: str | Path) -> CheckpointInfo:
     """Reads the metadata and the training state of a checkpoint.
 
@@ -225,8 +242,7 @@ def read_info(path: str | Path) -> CheckpointInfo:
     path = Path(os.path.realpath(path))
     file = path / METADATA
     if not file.is_file():
-        reason = f"it has no {METADATA}" if path.exists() else "no such directory"
-        raise FileNotFoundError(f"no checkpoint at {path}: {reason}")
+        raise FileNotFoundError(f"no checkpoint at {path}: {_reason(path)}")
     text = file.read_bytes()
     try:
         document = json.loads(text)
