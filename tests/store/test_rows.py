@@ -77,3 +77,27 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         table.write_rows(IDS, rows["weight"])  # type: ignore[arg-type]
     assert torch.equal(table.read_rows(IDS)["weight"], rows["weight"])
+
+
+@pytest.mark.parametrize("rows", [1_000, 20_000])
+def test_among_duplicates_of_an_insert_the_last_one_counts_for_all_threads(
+    rows: int,
+) -> None:
+    """Many rows are written by several threads."""
+    ids = torch.randint(
+        0, rows // 3, (rows,), generator=torch.Generator().manual_seed(0)
+    )
+    weights = torch.arange(rows, dtype=torch.float32).unsqueeze(1).expand(rows, 4)
+    last = {id_: float(place) for place, id_ in enumerate(ids.tolist())}
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            table = Table(4, optimizer=SGD(0.1))
+            table.insert(ids, weights.contiguous())
+            distinct = ids.unique()
+            written = table.lookup(distinct)
+            assert written[:, 0].tolist() == [last[id_] for id_ in distinct.tolist()]
+            assert torch.equal(written[:, 0], written[:, 3])
+    finally:
+        torch.set_num_threads(threads)

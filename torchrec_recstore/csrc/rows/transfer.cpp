@@ -75,6 +75,23 @@ void write_row(Rows& rows, Slot slot, const ConstRowImages& in, int64_t i) {
   rows.meta(slot) = {static_cast<uint32_t>(in.last_step[i]), static_cast<uint32_t>(in.frequency[i])};
 }
 
+// Calls work(i) for the places i of n slots, on several threads if there are many. All places of a slot belong to one
+// task and are visited in order, so that the last one is written last.
+template <class Work>
+void for_each_place(Table& table, const std::vector<Slot>& slots, Executor& executor, const Work& work) {
+  const auto n = static_cast<int64_t>(slots.size());
+  const int64_t tasks = n < kParallelRows ? 1 : executor.threads();
+  for_each_task(executor, tasks, [&](int64_t task) {
+    const auto is_of_task = [&](int64_t i) { return slots[i] / 64 % tasks == task; };
+    for (int64_t i = 0; i < n; ++i) {
+      if (i + kAhead < n && is_of_task(i + kAhead)) table.rows().prefetch(slots[i + kAhead]);
+      if (!is_of_task(i)) continue;
+      table.before_change(slots[i]);
+      work(i);
+    }
+  });
+}
+
 }  // namespace
 
 void read_row(const Rows& rows, const void* row, const char* aside, const RowImages& out, int64_t i) {
@@ -103,25 +120,14 @@ void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImage
   std::vector<Slot> slots(static_cast<size_t>(n));
   find_or_insert(table, ids, n, slots.data(), executor, Arrival::kWrite);
   table.evictions().reset();  // the rows get other ranks
-  // All occurrences of a slot belong to one task, so that the last one is written last.
-  const int64_t tasks = n < kParallelRows ? 1 : executor.threads();
-  for_each_task(executor, tasks, [&](int64_t task) {
-    for (int64_t i = 0; i < n; ++i) {
-      if (slots[i] / 64 % tasks != task) continue;
-      table.before_change(slots[i]);
-      write_row(table.rows(), slots[i], in, i);
-    }
-  });
+  for_each_place(table, slots, executor, [&](int64_t i) { write_row(table.rows(), slots[i], in, i); });
 }
 
 void write_weights(Table& table, const int64_t* ids, int64_t n, const float* weights, Executor& executor) {
   std::vector<Slot> slots(static_cast<size_t>(n));
   find_or_insert(table, ids, n, slots.data(), executor, Arrival::kWrite);
-  for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) table.rows().prefetch(slots[i + kAhead]);
-    table.before_change(slots[i]);
-    table.rows().set_weights(slots[i], weights + i * table.config().columns());
-  }
+  const int64_t columns = table.config().columns();
+  for_each_place(table, slots, executor, [&](int64_t i) { table.rows().set_weights(slots[i], weights + i * columns); });
 }
 
 }  // namespace recstore
