@@ -29,7 +29,7 @@ LIMIT = (
     "p99 of a step over its median, kept",
 )
 OTHER = ("figure", "measured")
-RESULTS = ("figure", "measured")
+RESULTS = ("what is measured", "on what", "result")
 SERVING = ("figure", "measured", "bar")
 CUDA = (
     "tables",
@@ -126,54 +126,117 @@ def _of(rows: Sequence[Row], benchmark: str, **values: Any) -> list[Row]:
     return matching
 
 
-def result_figures(rows: list[Row]) -> list[Cells]:
+def machine(cpu: str) -> str:
+    """Returns the processor of a row, such as "2 cores of an AMD EPYC".
+
+    Args:
+        cpu: The name of the processor, " x" and the number of its cores.
+    """
+    name, _, cores = cpu.rpartition(" x")
+    article = "an" if name[:1] in "AEIO" else "a"
+    unit = "core" if cores == "1" else "cores"
+    return f"{cores} {unit} of {article} {name}"
+
+
+def result_figures(
+    rows: list[Row], progressive: list[Row], peers: list[Row]
+) -> list[Cells]:
     """Returns a row of :data:`RESULTS` for each figure of the README's table.
 
-    They are the most important figures.
+    They are the most important figures, with default settings.
+
+    Args:
+        rows: Those of ``results.json``.
+        progressive: Those of ``progressive.json``.
+        peers: Those of ``peers.json``.
     """
     lines: list[Cells] = []
     for row in _of(
-        rows, "kernel", case="criteo", optimizer="rowwise_adagrad", lane="kept"
+        rows, "kernel", case="criteo", optimizer="rowwise_adagrad", lane="shipped"
     ):
-        figure = (
-            "speed over FBGEMM's CPU kernel, 26 tables, row-wise Adagrad: forward; with"
-            " backward"
+        lines.append(
+            (
+                "time of FBGEMM's CPU kernel, which TorchRec's FUSED tables use, over"
+                " RecStore's: lookup; lookup and update",
+                f"{row['ids']:,} ids of 26 tables of 300,000 rows, dim 64, row-wise"
+                " Adagrad",
+                f"{row['forward_over_fbgemm']}x; {row['total_over_fbgemm']}x",
+            )
         )
-        speed = f"{row['forward_over_fbgemm']}x; {row['total_over_fbgemm']}x"
-        lines.append((figure, speed))
     for row in _of(rows, "dlrm", lane="shipped"):
-        figure = (
-            f"DLRM samples/s over FUSED tables, dim {row['dim']}, batch"
-            f" {row['batch_size']:,}"
+        lines.append(
+            (
+                "samples a second over those with FUSED tables",
+                f"training of TorchRec's DLRM, dim {row['dim']}, batch"
+                f" {row['batch_size']:,}",
+                f"{row['samples_per_second_over_fused']}x",
+            )
         )
-        lines.append((figure, f"{row['samples_per_second_over_fused']}x"))
-    for row in _of(rows, "growth"):
-        rate = row["new_rows_per_second"] / 1e6
-        lines.append(("new rows a second", f"{rate:.1f} million"))
+    lines += _peer_result(peers)
+    lines += _progressive_result(progressive)
     for row in _of(rows, "memory")[-1:]:
-        figure = (
-            "resident memory over the payload (rows, ids, optimizer state),"
-            f" {row['rows']:,} rows"
+        lines.append(
+            (
+                "memory of the process over weights and optimizer state",
+                f"a table of {row['rows']:,} rows of dim 64, row-wise Adagrad",
+                f"{row['resident_over_payload']}x",
+            )
         )
-        lines.append((figure, f"{row['resident_over_payload']}x"))
-    for row in _of(rows, "service", transport="shared memory", servers=1):
-        figure = (
-            f"ids a second from a parameter server on the same host, dim {row['dim']}:"
-            " pulled; updated"
-        )
-        pulled = f"{row['million_ids_per_second_pull']} million"
-        updated = f"{row['million_ids_per_second_update']} million"
-        lines.append((figure, f"{pulled}; {updated}"))
-    for row in _of(rows, "serving_delta")[-1:]:
-        figure = (
-            f"applying a delta of {row['changed']:,} rows to a served model of"
-            f" {row['rows']:,} rows"
-        )
-        lines.append((figure, f"{row['apply_ms']['median']:.1f} ms"))
     for row in _of(rows, "serving_stream"):
-        figure = "from a click on a stream to predictions that know it, median"
-        lines.append((figure, f"{row['click_to_served_s']['median']:.1f} s"))
+        lines.append(
+            (
+                "from a click to predictions that know it, median",
+                f"a Redis stream of {row['clicks_per_second']:,} clicks a second,"
+                " trained and served on one host",
+                f"{row['click_to_served_s']['median']:.1f} s",
+            )
+        )
     return lines
+
+
+def _peer_result(peers: list[Row]) -> list[Cells]:
+    """Returns the README's line on TensorFlow Recommenders Addons."""
+    by_side = {row["side"]: row for row in peers}
+    if "tfra" not in by_side:
+        return []
+    ours = by_side["recstore"]
+    theirs = by_side["tfra"]
+    ratios = []
+    for key in ("lookup_ms", "step_ms"):
+        ratios.append(f"{theirs[key]['median'] / ours[key]['median']:.1f}x")
+    ratios.append(f"{ours['fill_rows_per_s'] / theirs['fill_rows_per_s']:.1f}x")
+    figure = (
+        "speed over TensorFlow Recommenders Addons: lookup; step with Adagrad; filling"
+    )
+    on = f"{ours['ids']:,} ids of a table of {ours['rows']:,} rows of dim {ours['dim']}"
+    return [(figure, on, "; ".join(ratios))]
+
+
+def mean_aucs(progressive: list[Row], log: str) -> dict[str, float]:
+    """Returns the mean AUC of each side on a log, over all parts and seeds."""
+    aucs: dict[str, list[float]] = {}
+    for row in progressive:
+        if row["log"] == log:
+            mean = sum(row["auc"]) / len(row["auc"])
+            aucs.setdefault(row["side"], []).append(mean)
+    return {side: sum(means) / len(means) for side, means in aucs.items()}
+
+
+def _progressive_result(progressive: list[Row]) -> list[Cells]:
+    """Returns the README's line on ids that come and go."""
+    aucs = mean_aucs(progressive, "stream")
+    if not aucs:
+        return []
+    sides = {
+        "RecStore, LRU": "RecStore",
+        "managed collision, LRU": "managed collision",
+        "modulo": "modulo",
+        "vocabulary of the first part": "first vocabulary",
+    }
+    cells = [f"{name} {aucs[side]:.3f}" for side, name in sides.items()]
+    figure = "AUC of the next part of a stream, one pass over the data"
+    on = "a generated stream whose ids come and go, tables of 0.4 MB"
+    return [(figure, on, ", ".join(cells))]
 
 
 def _ratio(row: Row, key: str) -> str:

@@ -1,6 +1,8 @@
 """Runs all benchmarks, and writes their results and the tables of the pages.
 
     python benchmarks/run.py [--only kernel,growth]
+    # writes the tables and charts again from the results
+    python benchmarks/run.py --only none
 
 The results are in ``benchmarks/results.json``.
 """
@@ -13,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from charts import draw
 from figures import (
     KERNEL,
     LIMIT,
@@ -22,6 +25,7 @@ from figures import (
     SERVING,
     kernel_figures,
     limit_figures,
+    machine,
     markdown,
     option_figures,
     other_figures,
@@ -34,11 +38,21 @@ from tqdm import tqdm
 
 FOLDER = Path(__file__).resolve().parent
 MEASURED = FOLDER / "results.json"
+PROGRESSIVE = FOLDER / "progressive.json"
+PEERS = FOLDER / "peers.json"
 BEGIN = "<!-- benchmarks: written by make bench -->"
 BEGIN_BOUNDS = "<!-- benchmarks of bounds: written by make bench -->"
 END = "<!-- end of benchmarks -->"
 BEGIN_RESULTS = "<!-- results: written by make bench -->"
 END_RESULTS = "<!-- end of results -->"
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """Returns the results of a JSON file, or no results if there is no file."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:
@@ -76,7 +90,7 @@ def conditions(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     threads = "1 thread" if first["threads"] == 1 else f"{first['threads']} threads"
     return (
-        f"{first['cpu']}, {threads}, torch {first['torch']}, commit"
+        f"{machine(first['cpu'])}, {threads}, torch {first['torch']}, commit"
         f" {', '.join(commits)}; medians."
     )
 
@@ -105,8 +119,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(SCRIPTS), help="benchmarks to run")
-    only = parser.parse_args().only.split(",")
-    rows = json.loads(MEASURED.read_text()) if MEASURED.exists() else []
+    requested = parser.parse_args().only
+    only = [] if requested == "none" else requested.split(",")
+    rows = load(MEASURED)
     rows = [row for row in rows if script_of(row) not in only]
     for name in tqdm(only, disable=not sys.stderr.isatty()):
         rows += run_lanes(str(FOLDER / f"{name}.py"), lanes_of(name))
@@ -126,15 +141,20 @@ def write_pages(rows: list[dict[str, Any]]) -> None:
     option_lines = markdown(OPTIONS, option_figures(option_rows))
     serving_lines = markdown(SERVING, serving_figures(serving_rows))
     if measured_rows:
+        draw(measured_rows)
         write_tables("docs/measured.md", measured_rows, measured_lines)
         first = measured_rows[0]
-        machine = (
-            f"{first['cpu']}, {first['threads']} threads, torch {first['torch']};"
-            " medians."
+        result_conditions = (
+            f"Default settings, {first['threads']} threads on {machine(first['cpu'])},"
+            f" torch {first['torch']}; medians."
         )
-        result_lines = markdown(RESULTS, result_figures(rows))
+        results = result_figures(rows, load(PROGRESSIVE), load(PEERS))
+        result_lines = markdown(RESULTS, results)
         write_between(
-            "README.md", BEGIN_RESULTS, END_RESULTS, [machine, "", *result_lines]
+            "README.md",
+            BEGIN_RESULTS,
+            END_RESULTS,
+            [result_conditions, "", *result_lines],
         )
     if option_rows:
         write_tables("docs/options.md", option_rows, option_lines)

@@ -10,6 +10,7 @@ from importlib.metadata import version
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
@@ -157,13 +158,16 @@ def test_virtual_tables_are_not_made_on_a_cpu(one_rank: None, kernel: str) -> No
         by_hand(virtual(kernel), EmbeddingBagCollectionSharder(), kernel, 2**20)
 
 
-def test_sorted_managed_collision_on_a_cpu(one_rank: None) -> None:
+@pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ROWWISE_ADAGRAD"])
+def test_sorted_managed_collision_on_a_cpu(one_rank: None, optimizer: str) -> None:
     ebc = collection(8)
     sorted_ids = MCHManagedCollisionModule(
         8, CPU, LRU_EvictionPolicy(), eviction_interval=2, input_hash_size=2**62
     )
     managed = ManagedCollisionCollection({"t": sorted_ids}, ebc.embedding_bag_configs())
-    sharder = ManagedCollisionEmbeddingBagCollectionSharder()
+    sharder = ManagedCollisionEmbeddingBagCollectionSharder(
+        fused_params={"optimizer": EmbOptimType[optimizer], "learning_rate": 0.01}
+    )
     assert sharder.sharding_types("cpu") == []
     model = by_hand(
         ManagedCollisionEmbeddingBagCollection(ebc, managed), sharder, "fused", 8
@@ -172,6 +176,11 @@ def test_sorted_managed_collision_on_a_cpu(one_rank: None) -> None:
         ids = KeyedJaggedTensor(
             ["f"], torch.arange(3) + 2**40 + 3 * step, lengths=torch.tensor([3])
         )
+        if optimizer == "EXACT_ROWWISE_ADAGRAD" and step == 1:
+            assert "`fbgemm::reset_weight_momentum`" in section("Tried here")
+            with pytest.raises(NotImplementedError, match="reset_weight_momentum"):
+                model(ids)
+            return
         pooled, _ = model(ids)
         pooled.values().sum().backward()
     assert pooled.values().shape == (1, 16)

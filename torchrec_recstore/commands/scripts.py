@@ -204,14 +204,16 @@ def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
 
     The benchmarks must be on the import path.
     """
-    for columns, figures in importlib.import_module("figures").tables(rows):
+    figures = importlib.import_module("figures")
+    for columns, lines in figures.tables(rows):
         rows_of_cells = []
-        for figure in figures:
+        for figure in lines:
             rows_of_cells.append([cell.replace("`", "") for cell in figure])
         print_table(columns, rows_of_cells)
     run = rows[0]
     conditions = (
-        f"{run['cpu']}, {run['threads']} threads, torch {run['torch']},"
+        f"{figures.machine(run['cpu'])}, {run['threads']} threads, torch"
+        f" {run['torch']},"
         f" {run['commit']}; medians."
     )
     if quick:

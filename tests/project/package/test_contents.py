@@ -103,7 +103,8 @@ def test_sdist_of_a_plugin_holds_its_files_and_what_it_compiles(
 
 
 SCRIPTS = {
-    f"benchmarks/{name}.json" for name in ("results", "quality", "scale", "soak")
+    f"benchmarks/{name}.json"
+    for name in ("results", "quality", "progressive", "peers", "scale", "soak")
 }
 
 
