@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchrec_recstore.checkpoint import *  # noqa: F403
     from torchrec_recstore.modules import *  # noqa: F403
     from torchrec_recstore.planner import *  # noqa: F403
+    from torchrec_recstore.quiet_warnings import quiet as quiet
     from torchrec_recstore.sharders import *  # noqa: F403
     from torchrec_recstore.store import *  # noqa: F403
     from torchrec_recstore.threads import tune_threads as tune_threads
@@ -52,6 +53,7 @@ _NAMES = {
         "Table",
         "TableStats",
     ),
+    "quiet_warnings": ("quiet",),
     "threads": ("tune_threads",),
     "utils": ("RecStoreWarning",),
 }

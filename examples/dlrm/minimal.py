@@ -34,6 +34,7 @@ from torchrec_recstore import (
     RecStorePlanner,
     RecStoreSharder,
     TableOptions,
+    quiet,
     table_stats,
 )
 
@@ -136,6 +137,7 @@ def build() -> DistributedModelParallel:
 
 def main() -> None:
     """Trains for one epoch, and prints the AUC of the test rows."""
+    quiet()  # hides TorchRec's warnings of its own internals
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     else:

@@ -16,7 +16,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 # A module imports from its own layer and from those before it: docs/inside.md.
 LAYERS = {
     "torchrec_recstore": (
-        """display plugins torch_seams utils file_names ownership run_directories network threads triples
+        """display plugins torch_seams utils file_names ownership run_directories network threads quiet_warnings
+        triples
         | optim option_flags row_types options | ops fake_ops table_fields encoding | store
         | kernels table_parameter quantization table_configs torchrec_seams
         | modules sharders | planner checkpoint | doctor | commands cli inference"""

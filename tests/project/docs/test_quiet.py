@@ -30,11 +30,16 @@ def explained() -> list[re.Pattern[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/first-table.md"])
-def test_what_is_printed_is_explained(page: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        "\n".join(b.text for b in blocks(ROOT / page) if b.kind == "python")
-    )
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/first-table.md", "examples/dlrm/minimal.py"]
+)
+def test_the_first_programs_print_no_warning(page: str, tmp_path: Path) -> None:
+    if page.endswith(".md"):
+        codes = [block.text for block in blocks(ROOT / page) if block.kind == "python"]
+        program = "\n".join(codes)
+    else:
+        program = (ROOT / page).read_text()
+    (tmp_path / "program.py").write_text(program)
     done = subprocess.run(
         [sys.executable, "program.py"],
         cwd=tmp_path,
@@ -42,18 +47,57 @@ def test_what_is_printed_is_explained(page: str, tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    # The second line of a warning of Python is the line of code that has issued it.
-    printed = [
-        line
-        for line in done.stderr.splitlines()
-        if line.strip() and not line.startswith("  ")
-    ]
-    known = explained()
-    assert len(known) == 7
-    assert [
-        line for line in printed if not any(each.match(line) for each in known)
-    ] == []
-    assert printed
+    assert done.stderr == ""
+    # they call it, and do not only run where nothing warns
+    loud = program.replace("quiet()", "None")
+    (tmp_path / "program.py").write_text(loud)
+    if page == "README.md":
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        printed = [
+            line
+            for line in done.stderr.splitlines()
+            if line.strip() and not line.startswith("  ")
+        ]
+        known = explained()
+        unknown = [
+            line
+            for line in printed
+            if not any(pattern.match(line) for pattern in known)
+        ]
+        assert unknown == []
+        assert printed
+
+
+def test_quiet_hides_what_the_page_lists_and_nothing_else() -> None:
+    program = """
+import logging, sys, warnings
+import torchrec_recstore
+torchrec_recstore.quiet()
+torchrec_recstore.quiet()
+assert "torch" not in sys.modules
+from torchrec_recstore.quiet_warnings import _LOGGERS as lines
+for name, beginnings in lines.items():
+    logger = logging.getLogger(None if name == "root" else name)
+    for beginning in beginnings:
+        logger.warning("%s ...", beginning)
+    logger.warning("another line of %s", name)
+warnings.warn("HeuristicalStorageReservation is known to cause issues, ...", FutureWarning)
+warnings.warn("another warning", FutureWarning)
+warnings.warn("a warning of ours", torchrec_recstore.RecStoreWarning)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    shown = [line for line in done.stderr.splitlines() if "another" in line]
+    assert len(shown) == 5
+    assert "a warning of ours" in done.stderr
+    assert "..." not in done.stderr
 
 
 def test_the_planner_says_nothing_of_a_sharding_type_that_recstore_lacks(
