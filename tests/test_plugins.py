@@ -18,6 +18,7 @@ import torchrec_recstore_service
 import torchrec_recstore_serving
 from torchrec_recstore import cli, plugins
 from torchrec_recstore.commands.scripts import missing_in_one_line
+from torchrec_recstore.installing import install
 from torchrec_recstore.plugins import missing
 
 from .packages import PACKAGES, PYTHON_PATH, metadata_of
@@ -110,7 +111,10 @@ def test_only_a_missing_package_is_told_in_one_line() -> None:
         missing_in_one_line(),
     ):
         raise ImportError("a library is damaged")
-    told = "grpc is missing: pip install 'torchrec-recstore\\[service\\]'"
+    told = (
+        "grpc is missing: pip install 'path/to/torchrec_recstore\\[service\\]'"
+        " path/to/torchrec_recstore/service"
+    )
     with pytest.raises(ValueError, match=told), missing_in_one_line():
         raise ModuleNotFoundError("No module named 'grpc'", name="grpc")
 
@@ -121,9 +125,10 @@ def test_a_missing_distribution_is_named() -> None:
         ("client", "torchrec-recstore-service"),
         ("serving", "torchrec-recstore-serving"),
     ):
+        command = install(part=needed.removeprefix("torchrec-recstore-"))
         with pytest.raises(
             ImportError,
-            match=f"{needed}, which is not installed: pip install {needed}$",
+            match=f"{needed}, which is not installed: {command}$",
         ):
             plugins.plugin(name)
     assert set(plugins.commands().values()) == {None}
@@ -154,7 +159,7 @@ Table(4).close()
 
 
 def test_the_error_of_a_missing_command_says_what_to_install() -> None:
-    serving = "pip install torchrec-recstore-serving"
+    serving = "pip install path/to/torchrec_recstore/serving"
     assert str(missing("export")).endswith(serving)
-    with_server = "pip install 'torchrec-recstore-serving[predict]'"
+    with_server = "pip install 'path/to/torchrec_recstore/serving[predict]' path/to/torchrec_recstore/service"
     assert str(missing("follow")).endswith(with_server)

@@ -189,7 +189,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     names = {}
     exec("from torchrec_recstore.inference import *", names)
-assert "pip install torchrec-recstore-serving" in str(caught[-1].message), caught
+assert "pip install path/to/torchrec_recstore/serving" in str(caught[-1].message), caught
 assert not [name for name in names if not name.startswith("__")]
 for name in dir(inference):
     getattr(inference, name)
@@ -199,8 +199,9 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "which is not installed: pip install torchrec-recstore-serving" in run(
-        OTHERS, code
+    assert (
+        "which is not installed: pip install path/to/torchrec_recstore/serving"
+        in run(OTHERS, code)
     )
 
 
@@ -214,10 +215,10 @@ for name in ("RecStoreClient", "RecStoreSharder", "save_checkpoint"):
         print(error)
 """
     said = run(OTHERS + TORCHREC, code).splitlines()
-    assert said[0].endswith("pip install torchrec-recstore-service")
+    assert said[0].endswith("pip install path/to/torchrec_recstore/service")
     install = (
         "needs torchrec, which is not installed: pip install"
-        " 'torchrec-recstore[torchrec]'"
+        " 'path/to/torchrec_recstore[torchrec]'"
     )
     for name, line in zip(
         ("RecStoreSharder", "save_checkpoint"), said[1:], strict=True

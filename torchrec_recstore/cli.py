@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torchrec_recstore import __version__
+from torchrec_recstore.installing import install
 from torchrec_recstore.plugins import commands, missing
 
 try:
@@ -33,7 +34,7 @@ except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich", "click"):
         raise
     print(
-        f"error: {error.name} is missing: pip install 'torchrec-recstore[cli]'",
+        f"error: {error.name} is missing: {install('cli')}",
         file=sys.stderr,
     )
     raise SystemExit(2) from None

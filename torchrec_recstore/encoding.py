@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_recstore import options
+from torchrec_recstore.installing import install
 from torchrec_recstore.optim import OPTIMIZERS
 
 _CLASSES: dict[str, Any] = dict(OPTIMIZERS)
@@ -34,7 +35,7 @@ def not_known(beginning: str) -> str:
 
     return (
         f"{beginning}, which torchrec_recstore {__version__} does not know: a newer"
-        " version wrote it; upgrade with: pip install --upgrade torchrec-recstore"
+        f" version wrote it; upgrade with: {install(flags='--upgrade')}"
     )
 
 

@@ -7,9 +7,10 @@ their ``pyproject.toml``.
 
 from __future__ import annotations
 
-import shlex
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from torchrec_recstore.installing import install
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -39,11 +40,11 @@ _PLUGINS = {
 
 def missing(name: str) -> ImportError:
     """Returns the error of a plugin or a command that is not installed."""
-    needed = f"torchrec-recstore-{(_PLUGINS | _COMMANDS)[name]}"
-    extra = f"[{_EXTRAS[name]}]" if name in _EXTRAS else ""
-    requirement = shlex.quote(needed + extra)
+    part = (_PLUGINS | _COMMANDS)[name]
+    needed = f"torchrec-recstore-{part}"
+    command = install(_EXTRAS.get(name, ""), part=part)
     return ImportError(
-        f"this needs {needed}, which is not installed: pip install {requirement}",
+        f"this needs {needed}, which is not installed: {command}",
         name=needed,
     )
 

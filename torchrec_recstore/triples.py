@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchrec_recstore.installing import install
+
 
 @dataclass(frozen=True)
 class Triple:
@@ -48,7 +50,7 @@ class Triple:
         """
         extra = "torchrec" if self == DEFAULT else self.extra
         return (
-            f"pip install 'torchrec-recstore[{extra}-cpu]' && pip install --no-deps"
+            f"{install(f'{extra}-cpu')} && pip install --no-deps"
             f" torchrec=={self.torchrec}"
         )
 

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType, MappingProxyType, ModuleType
 
+from torchrec_recstore.installing import install
 from torchrec_recstore.plugins import is_installed, plugin
 
 _OURS = ("torchrec_recstore", "torchrec_recstore_service", "torchrec_recstore_serving")
@@ -114,9 +115,8 @@ def _imported(module: str, name: str) -> ModuleType:
         if missing not in _TORCHREC or _can_be_found(missing):
             raise
         raise ModuleNotFoundError(
-            f"{name} needs {missing}, which is not installed: pip install"
-            " 'torchrec-recstore[torchrec]'; docs/install.md has the commands for a"
-            " machine without a GPU",
+            f"{name} needs {missing}, which is not installed: {install('torchrec')};"
+            " docs/install.md has the commands for a machine without a GPU",
             name=error.name,
         ) from error
 

@@ -124,5 +124,5 @@ def test_a_package_of_the_command_that_is_missing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
         2,
-        "error: typer is missing: pip install 'torchrec-recstore[cli]'\n",
+        "error: typer is missing: pip install 'path/to/torchrec_recstore[cli]'\n",
     )

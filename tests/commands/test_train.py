@@ -107,11 +107,11 @@ def test_bad_flags_and_missing_packages_in_one_line(tmp_path: Path) -> None:
     assert "pip install --no-deps torchrec==1.8.0" in missing.stderr
     assert (
         how_to_install("rocksdict.options")
-        == "pip install 'torchrec-recstore[rocksdb]'"
+        == "pip install 'path/to/torchrec_recstore[rocksdb]'"
     )
     assert (
         how_to_install("matplotlib.figure")
-        == "pip install 'torchrec-recstore[examples]'"
+        == "pip install 'path/to/torchrec_recstore[examples]'"
     )
 
 

@@ -148,7 +148,7 @@ def test_all_fits() -> None:
                     "loads with torch 2.13 only, and torch is 2.10",
                     (
                         "to train with TorchRec: pip install"
-                        " 'torchrec-recstore[torchrec-cpu]'"
+                        " 'path/to/torchrec_recstore[torchrec-cpu]'"
                     ),
                 ),
             },
@@ -201,7 +201,7 @@ def test_all_fits() -> None:
                     "warning",
                     "not installed: Table and RecStoreClient work",
                     (
-                        "pip install 'torchrec-recstore[torchrec-cpu]' && pip install"
+                        "pip install 'path/to/torchrec_recstore[torchrec-cpu]' && pip install"
                         " --no-deps torchrec==1.8.0"
                     ),
                 ),
@@ -232,7 +232,7 @@ def test_all_fits() -> None:
                 "torchrec": (
                     "problem",
                     "No module named 'iopath'",
-                    "pip install 'torchrec-recstore[torchrec-cpu]'",
+                    "pip install 'path/to/torchrec_recstore[torchrec-cpu]'",
                 )
             },
         ),
@@ -330,7 +330,7 @@ def test_a_torch_without_fbgemm() -> None:
     found = look(nothing, torch_is("2.15.0"))
     assert found.keys() == {"fbgemm", "torchrec"}
     install = (
-        "pip install 'torchrec-recstore[torchrec-1-9-cpu]' && pip install --no-deps"
+        "pip install 'path/to/torchrec_recstore[torchrec-1-9-cpu]' && pip install --no-deps"
         " torchrec==1.9.2"
     )
     assert (found["fbgemm"].status, found["torchrec"].status) == ("warning", "warning")
@@ -390,7 +390,7 @@ def test_extras() -> None:
         "ok",
         "cold rows: not installed (hiredis)",
     )
-    assert missing.fix == "pip install 'torchrec-recstore[redis]'"
+    assert missing.fix == "pip install 'path/to/torchrec_recstore[redis]'"
     old = extra({"redis": "7.4.1", "hiredis": "3.5.0"})
     assert (old.status, old.found) == ("warning", "cold rows: redis 7.4.1, wanted >=8")
 

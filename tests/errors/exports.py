@@ -114,7 +114,7 @@ def a_bit_of_a_row(tmp_path: Path) -> None:
 @situation(
     "ValueError",
     ".../model.pt has the format 2, which torchrec_recstore ... does not know: a newer"
-    " version wrote it; upgrade with: pip install --upgrade torchrec-recstore",
+    " version wrote it; upgrade with: pip install --upgrade path/to/torchrec_recstore",
 )
 def an_export_from_the_future(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"

@@ -290,7 +290,7 @@ def no_rocksdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @situation(
     "ImportError",
     "this needs torchrec-recstore-serving, which is not installed: pip install"
-    " torchrec-recstore-serving",
+    " path/to/torchrec_recstore/serving",
 )
 def no_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_entry_points", lambda **wanted: ())

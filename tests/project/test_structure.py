@@ -17,7 +17,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 LAYERS = {
     "torchrec_recstore": (
         """display plugins torch_seams utils file_names ownership run_directories network threads quiet_warnings
-        triples
+        installing triples
         | optim option_flags row_types options | ops fake_ops table_fields encoding | store
         | kernels table_parameter quantization table_configs torchrec_seams
         | modules sharders | planner checkpoint | doctor | commands cli inference"""

@@ -26,6 +26,7 @@ from torchrec_recstore.commands.output import (
     print_table,
 )
 from torchrec_recstore.commands.progress import steps
+from torchrec_recstore.installing import install
 from torchrec_recstore.triples import DEFAULT
 
 # The extra in pyproject.toml that installs each package.
@@ -84,11 +85,11 @@ def how_to_install(module: str) -> str:
     package = module.partition(".")[0]
     if package in _OF_TORCHREC:
         return (
-            f"{DEFAULT.install_on_cpu} (with CUDA: pip install"
-            " 'torchrec-recstore[torchrec]'; for another torch: recstore doctor)"
+            f"{DEFAULT.install_on_cpu} (with CUDA: {install('torchrec')}; for another"
+            " torch: recstore doctor)"
         )
     extras = _EXTRAS.get(package, "cli,examples,service")
-    return f"pip install 'torchrec-recstore[{extras}]'"
+    return install(extras)
 
 
 def train(context: typer.Context) -> None:

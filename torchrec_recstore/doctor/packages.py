@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from torchrec_recstore.doctor.machine import Finding
+from torchrec_recstore.installing import install
 from torchrec_recstore.triples import (
     DEFAULT,
     Triple,
@@ -194,10 +195,8 @@ def extension(imported: Imported, of_torch: Imported, versions: Versions) -> Fin
         return Finding(name, "problem", description, "fix torch first")
     if imported.error is not None:
         description = f"{number}; its native extension does not load: {imported.error}"
-        fix = (
-            "in a checkout: make build; otherwise: pip install --no-build-isolation"
-            " --no-deps --force-reinstall torchrec-recstore"
-        )
+        flags = "--no-build-isolation --no-deps --force-reinstall"
+        fix = f"in a checkout: make build; otherwise: {install(flags=flags)}"
         return Finding(name, "problem", description, fix)
     return Finding(name, "ok", f"{number}, native extension loads")
 
@@ -387,7 +386,7 @@ def extra_packages(
     """The packages of an extra are installed in versions that fit."""
     numbers = {name: versions(name) for name in bounds}
     missing = [name for name, number in numbers.items() if number is None]
-    fix = f"pip install 'torchrec-recstore[{extra}]'"
+    fix = install(extra)
     title = f"[{extra}]"
     if missing:
         description = f"{use}: not installed ({', '.join(missing)})"

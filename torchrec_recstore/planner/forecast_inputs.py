@@ -16,6 +16,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.planner import Topology
 
 from torchrec_recstore.encoding import check_fields
+from torchrec_recstore.installing import install
 from torchrec_recstore.optim import OPTIMIZERS, Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner.refining import SHARDING_TYPE_MS
@@ -412,9 +413,7 @@ def _batches(
         import pyarrow as pa  # type: ignore[import-untyped]
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
     except ModuleNotFoundError:
-        raise ValueError(
-            "pyarrow is missing: pip install 'torchrec-recstore[parquet]'"
-        ) from None
+        raise ValueError(f"pyarrow is missing: {install('parquet')}") from None
     with path.open("rb") as opened:
         try:
             file = pq.ParquetFile(opened)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_recstore.installing import install
+
 TTL_S = 3.0
 """The time in seconds after which a lease that its holder does not renew ends."""
 _TIMEOUT_S = 1.0
@@ -74,8 +76,8 @@ class Lease:
             from redis.retry import Retry
         except ImportError:
             raise ImportError(
-                "--replicate needs the package redis: pip install"
-                " 'torchrec-recstore-service[redis]'"
+                "--replicate needs the package redis:"
+                f" {install('redis', part='service')}"
             ) from None
         try:
             self._client: Any = redis.Redis.from_url(

@@ -7,6 +7,8 @@ Tests: tests/serving/predict/test_without_extra.py.
 
 from importlib.util import find_spec
 
+from torchrec_recstore.installing import install
+
 _NEEDED = (
     "google.protobuf",
     "grpc",
@@ -27,7 +29,7 @@ def _is_installed(package: str) -> bool:
 for _package in _NEEDED:
     if not _is_installed(_package):
         raise ImportError(
-            f"the server of predictions needs {_package}, which is not installed: pip"
-            " install 'torchrec-recstore-serving[predict]'",
+            f"the server of predictions needs {_package}, which is not installed:"
+            f" {install('predict', part='serving')}",
             name="torchrec-recstore-serving[predict]",
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchrec_recstore.installing import install
 from torchrec_recstore_serving.export.signing import Key
 from torchrec_recstore_serving.publish.publications import (
     DirectoryPublications,
@@ -47,7 +48,5 @@ def publications_at(place: str | Path, key: Key | None = None) -> Publications:
             RedisPublications,
         )
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"{error.name} is missing: pip install 'torchrec-recstore[redis]'"
-        ) from error
+        raise ImportError(f"{error.name} is missing: {install('redis')}") from error
     return RedisPublications(str(place), key)

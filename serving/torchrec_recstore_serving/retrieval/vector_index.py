@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrec_recstore.installing import install
+
 _RECALL_AT = 100  # The number of results for which the recall is measured.
 QUERIES = 128  # The number of queries with which it is measured.
 # The recall is measured again when one of this number of vectors has changed.
@@ -28,9 +30,7 @@ def faiss() -> Any:
     try:
         import faiss
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"{error.name} is missing: pip install 'torchrec-recstore[retrieval]'"
-        ) from error
+        raise ImportError(f"{error.name} is missing: {install('retrieval')}") from error
     return faiss
 
 

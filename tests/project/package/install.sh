@@ -42,9 +42,9 @@ recstore doctor
 recstore train --limit-rows 20000 --epochs 1 --checkpoint run
 recstore inspect run/step-*
 ! recstore serve --listen 127.0.0.1:0 --data tables 2>serve.log
-grep "pip install torchrec-recstore-service" serve.log
+grep "pip install path/to/torchrec_recstore/service" serve.log
 ! python -c "import torchrec_recstore; torchrec_recstore.RecStoreClient" 2>client.log
-grep "pip install torchrec-recstore-service" client.log
+grep "pip install path/to/torchrec_recstore/service" client.log
 pip install "${isolation[@]}" "$service"
 python -c "
 import torch, torchrec_recstore
@@ -52,7 +52,7 @@ client = torchrec_recstore.RecStoreClient()
 client.init_data('user', (10, 4))
 print('client:', tuple(client.pull('user', torch.tensor([7])).shape))"
 ! recstore export run/step-* tables.pt 2>export.log
-grep "pip install torchrec-recstore-serving" export.log
+grep "pip install path/to/torchrec_recstore/serving" export.log
 pip install "${isolation[@]}" "$serving"
 touch installed
 recstore export run/step-* tables.pt --dtype fp16 --top-rows 100

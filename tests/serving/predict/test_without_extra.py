@@ -38,9 +38,7 @@ ids = torch.tensor([3, -7, 2**40])
 model(ids).sum().backward()
 expected = model.eval()(ids)
 """
-NAMES_THE_EXTRA = (
-    "which is not installed: pip install 'torchrec-recstore-serving[predict]'"
-)
+NAMES_THE_EXTRA = "which is not installed: pip install 'path/to/torchrec_recstore/serving[predict]' path/to/torchrec_recstore/service"
 
 
 def run(folder: Path, code: str) -> str:

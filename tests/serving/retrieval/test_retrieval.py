@@ -531,7 +531,8 @@ def test_without_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(
         ImportError,
-        match=r"faiss is missing: pip install 'torchrec-recstore\[retrieval\]'",
+        match=r"faiss is missing: pip install 'path/to/torchrec_recstore\[retrieval\]'"
+        " path/to/torchrec_recstore/serving$",
     ):
         Retrieval("t_item")
 
