@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.info import TableInfo as TableInfo
     from torchrec_recstore.checkpoint.info import read_info as read_info
     from torchrec_recstore.checkpoint.load import load_checkpoint as load_checkpoint
+    from torchrec_recstore.checkpoint.retention import keep_newest as keep_newest
+    from torchrec_recstore.checkpoint.retention import newest as newest
     from torchrec_recstore.checkpoint.row_search import TopRows as TopRows
     from torchrec_recstore.checkpoint.row_search import neighbours as neighbours
     from torchrec_recstore.checkpoint.row_search import top_rows as top_rows
@@ -55,6 +57,7 @@ _NAMES = {
     "fold": "compact_checkpoint",
     "info": "CheckpointInfo TableInfo read_info",
     "load": "load_checkpoint",
+    "retention": "keep_newest newest",
     "row_search": "TopRows neighbours top_rows",
     "save": "async_save save_checkpoint",
     "stock": (
