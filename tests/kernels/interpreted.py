@@ -37,14 +37,14 @@ class Interpreter:
 @contextmanager
 def interpreter() -> Iterator[Interpreter]:
     """Yields an interpreter."""
-    with (
-        patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
-        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
-    ):
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
+            pool.submit(_kernels).result()
         yield Interpreter(pool)
 
 
 def _kernels() -> Any:
+    # In the process of the pool: this module must not import Triton.
     from torchrec_recstore.kernels.device_kernels import TritonKernels
 
     return TritonKernels()
