@@ -7,6 +7,9 @@ of torch, FBGEMM and TorchRec see, as on an accelerator. An operator of this pac
 that gets a tensor on the device fails. A copy between host and device is recorded, and
 runs as late as the streams of :mod:`tests.device.streams` allow.
 
+Its kernels for rows are those of the reference, on the values of its tensors. Each call
+is a use of the memory of its arguments by the current stream.
+
 Source: ``_setup_privateuseone_for_python_backend`` (torch 2.13), which makes a backend
 of PrivateUse1 in Python. It gives the device no streams, no events and no pinned
 memory, so that this package gets them from ``streams_by_type``.
@@ -14,6 +17,8 @@ memory, so that this package gets them from ``streams_by_type``.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.device import streams
 from tests.device.streams import Copy, Memory, copies
-from torchrec_recstore.kernels import device_copies
+from torchrec_recstore.kernels import device_copies, device_interface
+from torchrec_recstore.kernels.reference_kernels import ReferenceKernels
 
 NAME = "sim"
 __all__ = ["NAME", "Copy", "DeviceTensor", "copies", "register"]
@@ -123,7 +129,64 @@ def register() -> torch.device:
         # differentiates it.
         aten.impl("view.dtype", _view_as_dtype, "AutogradPrivateUse1")
         device_copies.streams_by_type[NAME] = streams.DeviceStreams
+        device_interface.kernels_by_type[NAME] = SimulatedKernels
     return torch.device(NAME, 0)
+
+
+PREFIX = "rows."
+"""The beginning of the names of these kernels in ``streams.order``."""
+
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "gather": ("out",),
+    "scatter": ("arena",),
+    "pool": ("out",),
+    "locate": ("sources", "scales", "tables"),
+    "sort": (),
+    "weight_gradients": ("out",),
+    "check_finite": ("failed",),
+    "update": ("arena", "skipped"),
+}
+"""The arguments that each kernel writes."""
+
+LAUNCHES = {"update": 2}
+"""The number of kernels of a call, 1 unless it is here."""
+
+
+class SimulatedKernels:
+    """``DeviceKernels`` of the device."""
+
+    def __init__(self) -> None:
+        self._reference = ReferenceKernels()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in WRITTEN:
+            raise AttributeError(name)
+        return partial(self._launch, name)
+
+    def _launch(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        kernel = getattr(self._reference, name)
+        arguments = inspect.signature(kernel).bind(*args, **kwargs).arguments
+        values = {}
+        for argument, value in arguments.items():
+            values[argument] = value
+            if not isinstance(value, torch.Tensor):
+                continue
+            if not isinstance(value, DeviceTensor):
+                raise NotImplementedError(f"{name} got {argument} on the host")
+            writes = argument in WRITTEN[name]
+            if writes and value.is_copy_of_a_view:
+                raise NotImplementedError(f"{name} got {argument} that is no memory")
+            value.use(writes=writes)
+            values[argument] = value.values_on_device
+        result = kernel(**values)
+        for _ in range(LAUNCHES.get(name, 1)):
+            streams.order.append(("kernel", PREFIX + name, streams.current()))
+        if result is None:
+            return None
+        tensors = tuple(DeviceTensor(output) for output in result)
+        for tensor in tensors:
+            tensor.use(writes=True)
+        return tensors
 
 
 def _values(value: Any) -> Any:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
-from tests.device import checks, scenarios, simulated, steps, streams
+from tests.device import checks, row_kernels, scenarios, simulated, steps, streams
 
 pytestmark = pytest.mark.skipif(
     not hasattr(
@@ -31,8 +31,9 @@ RECORDED = [
     "order_of_a_step",
     "rows_before_backward",
     *checks.CHECKS,
+    *row_kernels.CHECKS,
 ]
-SCENARIOS = {**steps.SCENARIOS, **checks.CHECKS}
+SCENARIOS = {**steps.SCENARIOS, **checks.CHECKS, **row_kernels.CHECKS}
 DELAYED = ["weighted", "sequences", "pipelines", "schedules", "bounds"]
 """The scenarios that also run with copies at random moments."""
 SEED = 54
@@ -265,6 +266,35 @@ def test_the_device_counts_bytes_copies_and_kernels(
         "down": [8],
         "kernels": ["aten.mul.out"],
     }
+
+
+def test_kernels_of_rows_have_the_bits_of_the_core(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
+    assert short["bits"][1] == ["two_tables", "bfloat16_stochastic", "hot"]
+
+
+@pytest.mark.parametrize("order", row_kernels.ORDERS)
+def test_kernels_of_two_streams_need_an_event(
+    order: str, short: dict[str, tuple[Any, Any, int]]
+) -> None:
+    without, with_event = short["orders"][1][order]
+    assert without.endswith("and waits for no event of it")
+    assert with_event == "nothing"
+
+
+def test_kernels_take_tensors_of_the_device_alone_and_are_counted(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
+    message, *kernels = short["refused_by_kernels"][1]
+    assert message == "gather got slots on the host"
+    assert kernels == [
+        "rows.pool",
+        "rows.locate",
+        "rows.sort",
+        "rows.update",
+        "rows.update",
+    ]
 
 
 def test_the_package_uses_the_streams_of_torch_as_torch_declares_them(
