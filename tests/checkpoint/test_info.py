@@ -32,7 +32,7 @@ from torchrec_recstore_service.wire.table_spec import TableSpec
 Document = dict[str, Any]
 INSTALL = (
     r".* torchrec_recstore [\d.]+ does not know: .*pip install --upgrade"
-    r" torchrec-recstore"
+    r" path/to/torchrec_recstore"
 )
 
 

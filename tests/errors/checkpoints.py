@@ -136,7 +136,7 @@ def a_base_being_saved_again(one_rank: None, tmp_path: Path) -> None:
     "CheckpointError",
     ".../metadata.json is of version 1000 of the format 'recstore checkpoint', which"
     " torchrec_recstore ... does not know: a newer version wrote it; upgrade with: pip"
-    " install --upgrade torchrec-recstore",
+    " install --upgrade path/to/torchrec_recstore",
 )
 def from_the_future(one_rank: None, tmp_path: Path) -> None:
     metadata = only(saved(tmp_path / "1000"), "*.json")
@@ -150,7 +150,7 @@ def from_the_future(one_rank: None, tmp_path: Path) -> None:
     "CheckpointError",
     ".../metadata.json: a value of the type 'TableOptions' has the field 'shape', which"
     " torchrec_recstore ... does not know: a newer version wrote it; upgrade with: pip"
-    " install --upgrade torchrec-recstore",
+    " install --upgrade path/to/torchrec_recstore",
 )
 def an_option_from_the_future(one_rank: None, tmp_path: Path) -> None:
     def with_it(document: Document) -> None:
