@@ -355,11 +355,19 @@ class Grouping {
   std::optional<WorkerMemory> memory_;
 };
 
-// Calls before_change() for every row that a chunk is about to change.
+// Calls before_change() for every row whose bookkeeping a chunk is about to change.
 void note_changes(Table& table, const ResolvedBatch& resolved, const Link* links, const Chunk& chunk) {
   const int64_t end = resolved.batch.offset(chunk.bag_end);
   for (int64_t p = resolved.batch.offset(chunk.bag_begin); p < end; ++p) {
     if ((links[p] & kNotFirst) == 0) table.before_change(resolved.slots[p]);
+  }
+}
+
+// Calls before_write() for every row that a chunk is about to change.
+void note_writes(Table& table, const ResolvedBatch& resolved, const Link* links, const Chunk& chunk) {
+  const int64_t end = resolved.batch.offset(chunk.bag_end);
+  for (int64_t p = resolved.batch.offset(chunk.bag_begin); p < end; ++p) {
+    if ((links[p] & kNotFirst) == 0) table.before_write(resolved.slots[p]);
   }
 }
 
@@ -514,7 +522,7 @@ Distinct Update::run() noexcept {
   const auto& tables = resolved.group.tables;
   Distinct distinct = work.grouping.run([&](const Chunk& chunk, int worker) {
     Table& table = *tables[chunk.table];
-    if (table.watched()) note_changes(table, resolved, work.grouping.links(), chunk);
+    if (table.notes_writes()) note_writes(table, resolved, work.grouping.links(), chunk);
     row_loops().update(work.args_of(chunk.table, chunk.bag_begin, chunk.bag_end, worker));
     const uint32_t step = work.steps[chunk.table];
     if (step != 0 && table.config().bounds.counts_apart()) {

@@ -57,11 +57,15 @@ class Lookup {
     for (size_t t = 0; t < group.tables.size(); ++t) stale_.emplace_back(group.tables[t]->vacated(), ahead_->stamps[t]);
   }
 
-  void evaluate() {
+  // initial: an id without a row reads as its initial row, whatever the table's options say.
+  void evaluate(bool initial = false) {
+    reads_initial_ = initial;
     for_each_task(executor_, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
       resolve_and_pool(tasks_[t]);
       const bool others = !elsewhere_.empty() && elsewhere_[table_number(tasks_[t])].n > 0;
-      if (tasks_[t].misses.empty() || !(others || table_of(tasks_[t]).config().missing_reads_init)) return;
+      if (tasks_[t].misses.empty() || !(others || initial || table_of(tasks_[t]).config().missing_reads_init)) {
+        return;
+      }
       for (const int64_t bag : tasks_[t].bags_with_misses) pool_with_missing_rows(tasks_[t], bag);
     });
   }
@@ -351,7 +355,8 @@ class Lookup {
     const char* elsewhere = elsewhere_.empty() ? nullptr : elsewhere_[number].find(id);
     if (elsewhere != nullptr) {
       std::memcpy(row, elsewhere, static_cast<size_t>(table.rows().view().weight_floats()) * sizeof(float));
-    } else if (!arrivals_.empty() || table.config().missing_reads_init) {  // training always reads the initial row
+    } else if (reads_initial_ || !arrivals_.empty() ||
+               table.config().missing_reads_init) {  // training always reads the initial row
       table.initializer().fill(id, row);
     }
   }
@@ -363,6 +368,7 @@ class Lookup {
   Executor& executor_;
   const SlotsAhead* ahead_;        // null if no slots have been resolved ahead
   std::vector<StaleSlots> stale_;  // by table, if slots have been resolved ahead
+  bool reads_initial_ = false;
   bool streams_;
   const int64_t large_insertion_;  // kLargeInsertion, or less if there are many threads
   std::vector<Task> tasks_;
@@ -385,6 +391,13 @@ void read(const Group& group, const Batch& batch, float* out, Executor& executor
   const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
   const auto locks = group.lock_shared();
   Lookup(group, batch, static_cast<Slot*>(slots.data()), out, executor, elsewhere).evaluate();
+}
+
+void read_trained(const Group& group, const Batch& batch, float* out, Executor& executor) {
+  const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
+  const std::vector<RowsElsewhere> nowhere;
+  const auto locks = group.lock_shared();
+  Lookup(group, batch, static_cast<Slot*>(slots.data()), out, executor, nowhere).evaluate(true);
 }
 
 TrainingLookup::TrainingLookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor,

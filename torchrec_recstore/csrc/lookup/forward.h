@@ -29,6 +29,10 @@ struct RowsElsewhere {
 void read(const Group& group, const Batch& batch, float* out, Executor& executor,
           const std::vector<RowsElsewhere>& elsewhere = {});
 
+// The output of a training lookup that has begun without one: an id without a row reads as its initial row. The
+// function shares the tables. out: (bags, columns).
+void read_trained(const Group& group, const Batch& batch, float* out, Executor& executor);
+
 class Lookup;
 
 // A training lookup, which is one step of the tables: every id without a row gets a row if admission permits it. Rows

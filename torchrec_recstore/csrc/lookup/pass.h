@@ -48,6 +48,26 @@ class Pass final : public PendingPass {
   // Writes the gradients of the per-sample weights, and does not change the rows.
   void weight_gradients_only(const float* grad, float* grad_weights, Executor& executor);
 
+  // A pass whose rows are on a device. All tables have device slots. The caller copies rows and runs the kernels, makes
+  // one call after the other, and lets nobody else use the device slots of these tables meanwhile; the passes lock the
+  // tables for each call alone.
+  //
+  // Plans that all rows of this pass have device slots. firsts: the number of the first device slot of each table. out:
+  // (n_ids,), receives the numbers. Returns false, and plans nothing, if the device has no room or some id has no row.
+  // A pass is planned once. Throws std::bad_alloc, InvalidArgument.
+  bool plan_on_device(const std::vector<int64_t>& firsts, int32_t* out);
+  // Plans that the stale rows of this pass are copied to the device again.
+  void plan_refresh();
+  void commit_plan();
+  void abort_plan() noexcept;
+  // Notes that the device has updated the rows: their marks, their step, and the count of updates.
+  void updated_on_device(Executor& executor);
+  // The output of a pass that has begun without one, from the rows of the host. out: (bags, columns).
+  void read_on_host(float* out, Executor& executor) const;
+  const Group& group() const { return *group_; }
+  // The slots of the host that the pass looks up in a table.
+  std::vector<DeviceSlots::Range> ranges(int64_t table) const;
+
   void settle(const Table& table, Executor& executor) override;
   bool is_settled(const Table& table) const override;
   void forget(const Table& table) override;
@@ -68,6 +88,8 @@ class Pass final : public PendingPass {
   BufferPool::Buffer slots_;
   Steps steps_;                    // by table: the step to be recorded, or 0 if it has been recorded
   std::vector<uint64_t> numbers_;  // by table: the number of this pass; empty before the pass has begun
+  std::vector<std::vector<DeviceSlots::DeviceSlot>> on_device_;  // by table; empty for a pass on the host
+  bool planned_ = false;
   Executor& executor_;
 };
 

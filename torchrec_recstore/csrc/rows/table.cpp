@@ -45,11 +45,18 @@ void Table::close() {
   cold_filter_.clear();
   departures_.reset();
   evictions_.reset();
+  if (device_ != nullptr) device_->clear();
   open_ = false;
 }
 
 void Table::check_open() const {
   if (!open_) throw InvalidArgument("table '" + config_.name + "' is closed");
+}
+
+void Table::make_device_slots(int64_t slots) {
+  if (device_ != nullptr) throw InvalidArgument("table '" + config_.name + "' has device slots already");
+  if (slots < 1 || slots > DeviceSlots::kMost) throw InvalidArgument("device slots must be from 1 to 2**30");
+  device_ = std::make_unique<DeviceSlots>(slots);
 }
 
 void Table::reserve(int64_t rows) {
@@ -66,7 +73,7 @@ int64_t Table::remove(const int64_t* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const Slot slot = index_.erase(ids[i]);
     if (slot == kNoSlot) continue;
-    vacated_.add(slot);
+    vacate(slot);
     if (pending_.empty()) {
       rows_.give_back_now(slot);
     } else {
@@ -107,7 +114,10 @@ void Table::compact(int64_t rows) noexcept {
   } catch (const std::bad_alloc&) {  // a later call continues
   }
   std::sort(moves.begin(), moves.end());
-  for (const Move& move : moves) vacated_.add(move.from);
+  for (const Move& move : moves) {
+    vacated_.add(move.from);
+    if (device_ != nullptr) device_->moved(move.from, move.to);
+  }
   for (const Numbered& numbered : pending_) numbered.pass->moved(*this, moves);
   // Start again at the first position: some rows found no room below the limit, or some slots wait for a pass.
   if (!rows_.finish_compaction() && next_position_ >= Index::kPositions) next_position_ = 0;
@@ -149,7 +159,7 @@ void Table::leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor,
   for (int64_t i = 0; i < n; ++i) {
     const Leaver& row = rows[i];
     if (row.is_in_index) index_.erase(row.id);
-    vacated_.add(row.slot);
+    vacate(row.slot);
     if (rows_.changes().tracks()) rows_.changes().left(row.id, index_.size());
     if (departures_ && !to_cold_store) departures_->add(row.id);
     if (snapshot_ != nullptr && snapshot_->removed(row.id, row.slot)) {
@@ -162,7 +172,8 @@ void Table::leave(std::vector<Leaver>& rows, int64_t reused, Executor& executor,
 
 int64_t Table::bytes() const {
   const int64_t counted = (sightings_ ? sightings_->bytes() : 0) + (departures_ ? departures_->bytes() : 0);
-  return rows_.bytes() + index_.bytes() + cold_filter_.bytes() + counted;
+  const int64_t of_device_slots = device_ != nullptr ? device_->bytes() : 0;
+  return rows_.bytes() + index_.bytes() + cold_filter_.bytes() + counted + of_device_slots;
 }
 
 void Table::note_change(Slot slot) {
@@ -204,6 +215,7 @@ void Table::exchange_rows(Table& other) {
     table->evictions_.reset();
     table->rows_.changes().restart(last);
     table->vacated_.add_all();
+    if (table->device_ != nullptr) table->device_->clear();
   }
 }
 

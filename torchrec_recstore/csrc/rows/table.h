@@ -18,6 +18,7 @@
 #include "index/sets.h"
 #include "lookup/vacated.h"
 #include "rows/config.h"
+#include "rows/device_slots.h"
 #include "rows/initializer.h"
 #include "rows/rows.h"
 #include "rows/table_mutex.h"
@@ -126,6 +127,10 @@ class Table {
   void record_departures(int64_t most) { departures_.emplace(most); }
   // nullptr if departures are not recorded.
   Departures* departures() { return departures_ ? &*departures_ : nullptr; }
+  // Gives the table this number of device slots. It has none at first. Throws InvalidArgument if it has some already.
+  void make_device_slots(int64_t slots);
+  // nullptr if the table has no device slots.
+  DeviceSlots* device() const { return device_.get(); }
   // The slots that rows have left, for slots that were resolved ahead.
   Vacated& vacated() { return vacated_; }
   const Vacated& vacated() const { return vacated_; }
@@ -134,6 +139,12 @@ class Table {
   void before_change(Slot slot) {
     if (watched()) note_change(slot);
   }
+  // Call this instead before the weights or the states of an existing row change, and not its bookkeeping alone.
+  void before_write(Slot slot) {
+    before_change(slot);
+    if (device_ != nullptr) device_->wrote(slot);
+  }
+  bool notes_writes() const { return watched() || device_ != nullptr; }
   // Whether a snapshot or a mark needs to know which rows change.
   bool watched() const { return snapshot_ != nullptr || rows_.changes().tracks(); }
   Snapshot* snapshot() const { return snapshot_; }
@@ -174,6 +185,8 @@ class Table {
   // Begins a pass and returns its number. Slots that are freed afterwards wait for its end.
   uint64_t begin_pass(PendingPass* pass) noexcept;
   void end_pass(uint64_t number) noexcept;
+  // The number of the oldest pending pass, or of the next one.
+  uint64_t oldest_pass() const { return pending_.empty() ? next_pass_ : pending_.front().number; }
   void settle_passes(Executor& executor);
   bool passes_are_settled() const;
   template <class Visit>  // visit(pass)
@@ -183,9 +196,11 @@ class Table {
 
  private:
   void note_change(Slot slot);
+  void vacate(Slot slot) noexcept {
+    vacated_.add(slot);
+    if (device_ != nullptr) device_->left(slot);
+  }
   void compact(int64_t rows) noexcept;
-  uint64_t oldest_pass() const { return pending_.empty() ? next_pass_ : pending_.front().number; }
-
   struct Numbered {
     uint64_t number;
     PendingPass* pass;
@@ -207,6 +222,7 @@ class Table {
   Snapshot* snapshot_ = nullptr;
   EvictionQueue evictions_;
   Vacated vacated_;
+  std::unique_ptr<DeviceSlots> device_;
   uint64_t next_position_ = 0;  // the position in the index at which compaction continues
   uint64_t next_pass_ = 1;
   std::vector<Numbered> pending_;  // number ascends

@@ -86,7 +86,7 @@ void for_each_place(Table& table, const std::vector<Slot>& slots, Executor& exec
     for (int64_t i = 0; i < n; ++i) {
       if (i + kAhead < n && is_of_task(i + kAhead)) table.rows().prefetch(slots[i + kAhead]);
       if (!is_of_task(i)) continue;
-      table.before_change(slots[i]);
+      table.before_write(slots[i]);
       work(i);
     }
   });
