@@ -36,6 +36,7 @@ BYTES = torch.ones(4, 5, dtype=torch.uint8)
 WINDOW = torch.zeros(15, dtype=torch.uint8)
 ROWS = torch.ones(3, 4)
 _keep: list[Any] = []
+_contexts: list[torch.Tensor] = []
 
 
 def _table() -> int:
@@ -111,6 +112,32 @@ def _context() -> torch.Tensor:
     return ops.group_forward(_group(), IDS, OFFSETS, None, True)[1]
 
 
+def _on_device() -> int:
+    """A table with device slots, which the group of :func:`_begun` looks up."""
+    handle = _table_of(IDS)
+    ops.table_make_device_slots(handle, 3)
+    return handle
+
+
+def _begun(table: int | None = None) -> torch.Tensor:
+    table = _on_device() if table is None else table
+    group = ops.group_create([table], [0], [(0, 0, 0, False)], False)
+    return ops.group_begin(group, IDS, OFFSETS, None)
+
+
+def _planned(table: int | None = None) -> torch.Tensor:
+    context = _begun(table)
+    assert ops.device_plan(context, [0], torch.zeros(3, dtype=torch.int32))
+    _contexts.append(context)
+    return context
+
+
+def _table_with_plan() -> int:
+    table = _on_device()
+    _planned(table)
+    return table
+
+
 def _looked_up() -> tuple[int, torch.Tensor]:
     group = _pooled_group()
     return group._graph_handle, group.training_lookup(IDS, OFFSETS, (), torch.ones(3))[
@@ -176,6 +203,24 @@ def _sorted_slots() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 CASES: dict[str, Any] = {
+    "device_abort": lambda: (_planned(),),
+    "device_commit": lambda: (_planned(),),
+    "device_dirty": lambda: (_on_device(), None),
+    "device_dirty_of_pass": lambda: (_begun(),),
+    "device_land": lambda: (_on_device(), torch.zeros(0, 8)),
+    "device_plan": lambda: (_begun(), [0], torch.zeros(3, dtype=torch.int32)),
+    "device_plan_refresh": lambda: (_begun(),),
+    "device_planned": lambda: (_on_device(),),
+    "device_read_on_host": lambda: (_begun(),),
+    "device_settle": lambda: (
+        _on_device(),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(1, 8),
+    ),
+    "device_stage": lambda: (_table_with_plan(), torch.zeros(3, 8)),
+    "device_updated": lambda: (_planned(),),
+    "group_begin": lambda: (_group(), IDS, OFFSETS, None),
+    "table_make_device_slots": lambda: (_table(), 2),
     "device_settings": lambda: (_group(), [0.1], NUMBERS, INTEGERS),
     "device_pool": lambda: (
         *LAYOUT,
@@ -428,10 +473,10 @@ def test_opcheck(name: str) -> None:
     arguments = CASES[name]()
     tensors = any(isinstance(argument, torch.Tensor) for argument in arguments)
     # An op without a tensor has nothing that autograd, fake tensors or tracing could
-    # take hold of.
+    # take hold of. A pass is planned once, and test_faketensor calls the op twice.
     checks = (
         ("test_schema", "test_autograd_registration", "test_faketensor")
-        if tensors
+        if tensors and name != "device_plan"
         else ("test_schema",)
     )
     opcheck(op, arguments, test_utils=checks)
@@ -523,7 +568,18 @@ def test_an_unknown_handle_is_an_error(name: str) -> None:
         "group_accumulated_backward": [_GONE],
         **several,
     }.get(name, 10**9)
-    if name in ("group_backward", "group_weight_gradients"):
+    of_context = (
+        "device_abort",
+        "device_commit",
+        "device_dirty_of_pass",
+        "device_plan",
+        "device_plan_refresh",
+        "device_read_on_host",
+        "device_updated",
+        "group_backward",
+        "group_weight_gradients",
+    )
+    if name in of_context:
         bad = _GONE
     with pytest.raises((RuntimeError, ValueError), match="handle"):
         getattr(torch.ops.recstore_ops, name)(bad, *CASES[name]()[1:])
@@ -537,6 +593,28 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_lookup(table, IDS[None], False), "ids"),
         (lambda: native.table_update(table, IDS, torch.ones(2, 4), 0.1), "grads"),
         (lambda: native.table_read(table, IDS, torch.ones(2, 4)), "out"),
+        (lambda: native.table_make_device_slots(table, 0), "from 1 to"),
+        (lambda: native.table_make_device_slots(_on_device(), 1), "already"),
+        (lambda: native.device_planned(table), "no device slots"),
+        (lambda: native.device_plan(_begun(), [0], torch.zeros(3)), "out"),
+        (
+            lambda: native.device_plan(_begun(), [], torch.zeros(3, dtype=torch.int32)),
+            "firsts",
+        ),
+        (lambda: native.device_stage(_on_device(), torch.zeros(1, 8)), "out"),
+        (lambda: native.device_land(_on_device(), torch.zeros(1, 8)), "rows"),
+        (
+            lambda: native.device_settle(
+                _on_device(), torch.tensor([3], dtype=torch.int32), torch.zeros(1, 8)
+            ),
+            "out of range",
+        ),
+        (
+            lambda: native.device_settle(
+                _on_device(), torch.tensor([0]), torch.zeros(1, 8)
+            ),
+            "dirty",
+        ),
         (lambda: native.table_read(table, IDS, torch.ones(3, 8)[:, ::2]), "contiguous"),
         (lambda: native.rows_empty(-1, 4), "negative"),
         (lambda: native.ids_split(IDS, [3], PLACES, 3), "owners"),

@@ -88,6 +88,24 @@ def _group_forward_into(
     return ids.new_empty(int(train))
 
 
+def _group_begin(
+    group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
+) -> Tensor:
+    return ids.new_empty(1)
+
+
+def _device_plan(context: Tensor, firsts: object, out: Tensor) -> bool:
+    return True
+
+
+def _read_on_host(context: Tensor) -> Tensor:
+    return context.new_empty((_size(), _size()), dtype=torch.float32)
+
+
+def _dirty_of_pass(context: Tensor) -> list[Tensor]:
+    return [context.new_empty(_size(), dtype=torch.int32)]
+
+
 def _group_backward(
     context: Tensor, grad: Tensor, rates: object, weight_grads: bool
 ) -> Tensor:
@@ -128,13 +146,24 @@ def _mixed_ids(ids: Tensor, inverse: bool) -> Tensor:
 
 
 _FAKES: dict[str, Callable[..., object]] = {
+    "device_abort": _nothing,
     "device_check_finite": _nothing,
+    "device_commit": _nothing,
+    "device_dirty_of_pass": _dirty_of_pass,
+    "device_land": _nothing,
     "device_locate": _nothing,
+    "device_plan": _device_plan,
+    "device_plan_refresh": _nothing,
     "device_pool": _nothing,
+    "device_read_on_host": _read_on_host,
+    "device_settle": _nothing,
+    "device_stage": _nothing,
     "device_update": _nothing,
+    "device_updated": _nothing,
     "device_weight_gradients": _nothing,
     "group_accumulated_backward": _nothing,
     "group_backward": _group_backward,
+    "group_begin": _group_begin,
     "group_forward": _group_forward,
     "group_forward_into": _group_forward_into,
     "group_prefetch": _nothing,

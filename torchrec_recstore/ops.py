@@ -546,6 +546,58 @@ def group_create(
     return cast(int, handle)
 
 
+# Rows that are also on a device. All tensors are on the host, and the caller copies them.
+# See csrc/lookup/device_pass.h.
+table_make_device_slots: Callable[[int, int], None] = (
+    _ops.table_make_device_slots.default
+)
+"""(table, device slots). Gives a table device slots, once."""
+group_begin: Callable[[int, Tensor, Tensor, Tensor | None], Tensor] = (
+    _ops.group_begin.default
+)
+"""(group, ids (N,) int64, offsets, weights) -> the context of a training lookup without
+its output.
+"""
+device_plan: Callable[[Tensor, Sequence[int], Tensor], bool] = _ops.device_plan.default
+"""(context, number of the first device slot of each table, out (N,) int32) -> whether
+the rows of the pass fit on the device.
+
+If they do, a plan exists, and ``out`` has the device slot of each position.
+"""
+device_plan_refresh: Callable[[Tensor], None] = _ops.device_plan_refresh.default
+"""(context). Plans that rows of the pass that the host has written are copied again."""
+device_planned: Callable[[int], tuple[Tensor, Tensor]] = _ops.device_planned.default
+"""(table) -> the device slots to which its plan copies rows, and those whose rows it
+copies to the host before, each (n,) int32 from 0.
+"""
+device_stage: Callable[[int, Tensor], None] = _ops.device_stage.default
+"""(table, out (n, stride) float32). Writes the rows that its plan copies to ``out``."""
+device_commit: Callable[[Tensor], None] = _ops.device_commit.default
+"""(context). Notes that the copies of its plans have been carried out."""
+device_abort: Callable[[Tensor], None] = _ops.device_abort.default
+"""(context). Ends its plans, of which nothing has been carried out."""
+device_updated: Callable[[Tensor], None] = _ops.device_updated.default
+"""(context). Notes that the device has updated the rows of the pass."""
+device_read_on_host: Callable[[Tensor], Tensor] = _ops.device_read_on_host.default
+"""(context) -> the output of the lookup, from the rows of the host."""
+device_dirty: Callable[[int, Tensor | None], Tensor] = _ops.device_dirty.default
+"""(table, ids (N,) int64 or None for all) -> the device slots of those rows that are
+newer than the host's, (n,) int32.
+"""
+device_dirty_of_pass: Callable[[Tensor], list[Tensor]] = (
+    _ops.device_dirty_of_pass.default
+)
+"""(context) -> :data:`device_dirty` for the rows of a pass, by table."""
+device_land: Callable[[int, Tensor], None] = _ops.device_land.default
+"""(table, rows (n, stride) float32). Writes the rows that the last plan has copied to the
+host.
+"""
+device_settle: Callable[[int, Tensor, Tensor], None] = _ops.device_settle.default
+"""(table, device slots (n,) int32 of :data:`device_dirty`, rows (n, stride) float32).
+
+Writes the rows to the host.
+"""
+
 # Rows of several groups.
 rows_forward: Callable[
     [Sequence[int], Tensor, Sequence[int], bool], tuple[Tensor, Tensor]

@@ -61,7 +61,8 @@ Python.
 
 
 @cache
-def _streams_of(device: torch.device) -> DeviceStreams:
+def streams_of(device: torch.device) -> DeviceStreams:
+    """Returns the streams of a device."""
     return streams_by_type.get(device.type, DeviceStreams)(device)
 
 
@@ -75,7 +76,7 @@ class Arriving:
     """
 
     def __init__(self, tensor: Tensor, *, beside_current: bool = False) -> None:
-        streams = _streams_of(tensor.device)
+        streams = streams_of(tensor.device)
         # The tensor itself, and not an alias: autograd does not give away a gradient
         # that somebody holds.
         self._source: Tensor | None = tensor.contiguous()
@@ -120,7 +121,7 @@ def staging(shape: Sequence[int], to: CopyTarget | None) -> Tensor | None:
     """
     if to is None or to.dtype is not torch.float32 or min(shape) < 0:
         return None
-    return _streams_of(to.device).pinned(shape, to.dtype)
+    return streams_of(to.device).pinned(shape, to.dtype)
 
 
 def up(rows: Tensor, to: CopyTarget, *, staged: Tensor | None = None) -> Tensor:
@@ -130,7 +131,7 @@ def up(rows: Tensor, to: CopyTarget, *, staged: Tensor | None = None) -> Tensor:
     a result of :func:`staging`, the rows are copied from there.
     """
     if rows is not staged:
-        staged = _streams_of(to.device).pinned(rows.shape, to.dtype).copy_(rows)
+        staged = streams_of(to.device).pinned(rows.shape, to.dtype).copy_(rows)
     copy = torch.empty(rows.shape, dtype=to.dtype, device=to.device)
     return copy.copy_(staged, non_blocking=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from typing import Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels.device_copies import CopyTarget
+from torchrec_recstore.kernels.device_rows import DevicePass, DeviceRows
 from torchrec_recstore.kernels.routing import BlockRouting, one_routing_each
 from torchrec_recstore.kernels.table_group import TableGroup
 from torchrec_recstore.options import check_int
@@ -88,7 +89,7 @@ class PooledGroup(TableGroup):
         self.cold_rows = ColdRows(self.tables, self.handle)
         self._features = len(feature_tables)
         self._feature_tables = list(feature_tables)
-        self._pooling = pooling
+        self._pooling: Literal["sum", "mean"] = pooling
         self._columns = sum(
             len(self.tables[number].columns) for number in feature_tables
         )
@@ -163,7 +164,8 @@ class PooledGroup(TableGroup):
             return
         ops.finish_updates()
         with ops.native_errors(self._label):
-            ops.group_prefetch(self.handle, ids, counts)
+            with self._device_kept():
+                ops.group_prefetch(self.handle, ids, counts)
             self.cold_rows.prefetch(ids, counts)
 
     def check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
@@ -188,6 +190,8 @@ class PooledGroup(TableGroup):
     ) -> tuple[Tensor, Tensor]:
         """See ``TableGroup.training_lookup``."""
         assert offsets is not None
+        if self.device_rows is not None:
+            return self.device_rows.lookup_on_host(ids, offsets, weights, out)
         if not self.cold_rows.tiers:
             return self._lookup(ids, offsets, weights, True, out)
         with self.cold_rows.resident(ids, offsets):
@@ -205,6 +209,9 @@ class PooledGroup(TableGroup):
         assert offsets is not None
         if self.cold_rows.tiers:
             return self.cold_rows.read(ids, offsets, weights)
+        if self.device_rows is not None:
+            with self.device_rows.settled_batch(ids, offsets):
+                return self._lookup(ids, offsets, weights, False, out)[0]
         return self._lookup(ids, offsets, weights, False, out)[0]
 
     def _lookup(
@@ -263,6 +270,17 @@ class PooledGroup(TableGroup):
 
         With ``accumulation_steps`` above 1, most calls only keep the gradient.
         """
+        if self.device_rows is None:
+            return self._update(context, grad, weight_grads, rate)
+        with self.device_rows.lock:
+            self.device_rows.settle_pass(context)
+            for pending, _ in self._pending:
+                self.device_rows.settle_pass(pending)
+            return self._update(context, grad, weight_grads, rate)
+
+    def _update(
+        self, context: Tensor, grad: Tensor, weight_grads: bool, rate: float | None
+    ) -> Tensor | None:
         grad_weights: Tensor | None
         if self.accumulation_steps == 1:
             grad_weights = ops.group_backward(
@@ -281,6 +299,53 @@ class PooledGroup(TableGroup):
             self._pending.clear()
             ops.group_accumulated_backward(contexts, grads, self._learning_rates(rate))
         return grad_weights
+
+    def put_on_device(self, device: torch.device, rows: Sequence[int]) -> None:
+        """Gives each table ``rows`` device slots on a device, before the first lookup.
+
+        Raises:
+            ValueError: The rows of a table cannot be on a device. The message names the
+                table and the option.
+        """
+        if self.accumulation_steps > 1:
+            raise ValueError(
+                f"{self._label}: rows on a device are updated after each backward: use"
+                " accumulation_steps=1, or keep the rows on the host"
+            )
+        for table in self.tables:
+            refused = None
+            if table.options.cold_store is not None:
+                refused = "cold_store"
+            if table.options.nonfinite != "pass":
+                refused = "nonfinite"
+            if refused is not None:
+                raise ValueError(
+                    f"table {table.name!r}: rows on a device cannot have"
+                    f" TableOptions({refused}=...): leave it out, or keep the rows on"
+                    " the host"
+                )
+        self.device_rows = DeviceRows(
+            self.handle,
+            self.tables,
+            self._feature_tables,
+            self._pooling,
+            device,
+            rows,
+        )
+        # The lock of the rows on the device must not be taken in any later call.
+        self.updates_late = False
+
+    def update_on_device(
+        self, context: Tensor, on_device: DevicePass, grad: Tensor
+    ) -> None:
+        """See ``TableGroup.update_on_device``."""
+        assert self.device_rows is not None
+        rates = self._learning_rates(None)
+        self.device_rows.update(context, on_device, grad, rates)
+
+    def _device_kept(self) -> AbstractContextManager[object]:
+        """Keeps rows from moving while they are copied to a device."""
+        return nullcontext() if self.device_rows is None else self.device_rows.lock
 
     def _learning_rates(self, rate: float | None) -> list[float]:
         if rate is None and self.learning_rate is not None:

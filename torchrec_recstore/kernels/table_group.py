@@ -28,6 +28,7 @@ from torchrec_recstore.kernels.device_copies import (
     traced,
     up,
 )
+from torchrec_recstore.kernels.device_rows import DevicePass, DeviceRows
 from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.store import Table
 from torchrec_recstore.torch_seams import is_in_autograd_function, keeps_graph
@@ -72,6 +73,9 @@ class TableGroup(nn.Module):
 
     The memory of the gradient is then not given to anyone else.
     """
+
+    device_rows: DeviceRows | None = None
+    """The rows of the group on a device, None if it has none there."""
 
     updates_late = True
     """Whether backward on an accelerator returns before the rows have been updated."""
@@ -135,6 +139,12 @@ class TableGroup(nn.Module):
 
     def wait_for_updates(self) -> None:
         """Waits for updates that are carried out elsewhere, or raises the error of one."""
+
+    def update_on_device(
+        self, context: Tensor, on_device: DevicePass, grad: Tensor
+    ) -> None:
+        """Updates the rows of one training lookup on the device, where ``grad`` is."""
+        raise NotImplementedError
 
     def update_later(
         self, context: Tensor, arriving: Arriving, counts: Sequence[int]
@@ -294,10 +304,21 @@ class _TrainingLookup(torch.autograd.Function):
         *batch: Any,
     ) -> Tensor:
         ids, offsets, counts, weights = batch
-        staged = None
-        if to is not None:
-            staged = staging(group.output_shape(offsets, counts), to)
-        out, context = group.training_lookup(ids, offsets, counts, weights, staged)
+        device_rows = group.device_rows
+        ctx.on_device = None
+        if to is None or device_rows is None or ctx.needs_input_grad[_WEIGHTS]:
+            staged = None
+            if to is not None:
+                staged = staging(group.output_shape(offsets, counts), to)
+            out, context = group.training_lookup(ids, offsets, counts, weights, staged)
+            if to is not None:
+                out = up(out, to, staged=staged)
+        else:
+            out, context, ctx.on_device = device_rows.training_lookup(
+                ids, offsets, weights, to
+            )
+            if ctx.on_device is None:
+                out = up(out, to)
         # The backward reads the weights again. They are saved, so that autograd raises
         # if they are changed in place.
         ctx.save_for_backward(weights)
@@ -306,7 +327,7 @@ class _TrainingLookup(torch.autograd.Function):
         ctx.group = group
         ctx.counts = counts
         ctx.context = context
-        return out if to is None else up(out, to, staged=staged)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -328,6 +349,11 @@ class _TrainingLookup(torch.autograd.Function):
             ctx.context = None
         grad = grads[0]
         weight_grads = ctx.needs_input_grad[_WEIGHTS]
+        if ctx.on_device is not None:
+            ops.finish_updates()
+            with ops.native_errors(group._label):
+                group.update_on_device(context, ctx.on_device, grad)
+            return (None,) * 7
         if not grad.is_cpu:
             arriving = Arriving(grad, beside_current=True)
             if group.updates_late and not weight_grads:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,20 @@ from torchrec_recstore.store.table_state import (
     set_event_time,
 )
 from torchrec_recstore.utils import warn_user
+
+_NOTHING = nullcontext()
+
+
+class RowsOnDevice(Protocol):
+    """The rows of tables that are also in the memory of a device."""
+
+    def settled(
+        self, table: Table, ids: Tensor | None
+    ) -> AbstractContextManager[object]:
+        """Brings the rows of ``ids``, (N,) int64, or all rows of a table up to date in
+        memory, and keeps them so.
+        """
+
 
 PART_ROWS = 1 << 16
 """The rows that :meth:`Table.parts` reads, and :meth:`Table.write` writes, at once: it
@@ -196,6 +211,8 @@ class Table(AbstractContextManager["Table"]):
         """The backward passes whose gradients a group keeps until it updates the rows
         with those of further passes.
         """
+        self.device_rows: RowsOnDevice | None = None
+        """The rows that are also in the memory of a device, None if there are none."""
         self.tier = MemoryTier(self.handle)
         """The strategy by which rows move between memory and the cold store, if there
         is one.
@@ -256,7 +273,11 @@ class Table(AbstractContextManager["Table"]):
         train = train and not self.options.frozen
         arrival: Arrival | None = "lookup" if train else None
         ops.finish_updates()
-        with ops.native_errors(self._label), self.tier.resident(ids, arrival):
+        with (
+            ops.native_errors(self._label),
+            self._settled(ids),
+            self.tier.resident(ids, arrival),
+        ):
             if out is not None and out.dtype is torch.float32:
                 ops.table_read(self.handle, ids, out)
             else:
@@ -297,7 +318,11 @@ class Table(AbstractContextManager["Table"]):
         if lr is None:
             lr = self.optimizer.lr
         ops.finish_updates()
-        with ops.native_errors(self._label), self.tier.resident(ids, "update"):
+        with (
+            ops.native_errors(self._label),
+            self._settled(ids),
+            self.tier.resident(ids, "update"),
+        ):
             ops.table_update(self.handle, ids, plain_rows(grads), lr)
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
@@ -318,7 +343,11 @@ class Table(AbstractContextManager["Table"]):
         check_ids(ids)
         self._check_rows(weights, "weights", ids)
         ops.finish_updates()
-        with ops.native_errors(self._label), self.tier.resident(ids, "write"):
+        with (
+            ops.native_errors(self._label),
+            self._settled(ids),
+            self.tier.resident(ids, "write"),
+        ):
             ops.table_insert(self.handle, ids, plain_rows(weights))
 
     def read_rows(self, ids: Tensor) -> dict[str, Tensor]:
@@ -337,7 +366,11 @@ class Table(AbstractContextManager["Table"]):
         """
         check_ids(ids)
         ops.finish_updates()
-        with ops.native_errors(self._label), self.tier.resident(ids):
+        with (
+            ops.native_errors(self._label),
+            self._settled(ids),
+            self.tier.resident(ids),
+        ):
             return named_rows(self.optimizer, self.tier.export(ids))
 
     def write_rows(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
@@ -362,7 +395,11 @@ class Table(AbstractContextManager["Table"]):
             rows, shape, self.dtype, state_names(self.optimizer)
         )
         ops.finish_updates()
-        with ops.native_errors(self._label), self.tier.resident(ids, "write"):
+        with (
+            ops.native_errors(self._label),
+            self._settled(ids),
+            self.tier.resident(ids, "write"),
+        ):
             ops.table_import(self.handle, ids, *row_tensors)
 
     @property
@@ -583,7 +620,7 @@ class Table(AbstractContextManager["Table"]):
                 "changes by other jobs since a mark are not known: save the whole table"
             )
         ops.finish_updates()
-        with ops.native_errors(self._label), self.tier.lock:
+        with ops.native_errors(self._label), self._settled(None), self.tier.lock:
             handle = ops.snapshot_open(self.handle, since)
             try:
                 cold: ColdSnapshot | None = None
@@ -641,7 +678,12 @@ class Table(AbstractContextManager["Table"]):
                 "other jobs use them, so that they cannot move to another table"
             )
         ops.finish_updates()
-        with ops.native_errors(self._label), holding([self.tier, other.tier]):
+        with (
+            ops.native_errors(self._label),
+            self._settled(None),
+            other._settled(None),
+            holding([self.tier, other.tier]),
+        ):
             self._record_exchange(other)
             if record_other:
                 other._record_exchange(self)
@@ -667,7 +709,11 @@ class Table(AbstractContextManager["Table"]):
         """
         check_ids(ids)
         ops.finish_updates()
-        with ops.native_errors(self._label), self.tier.resident(ids):
+        with (
+            ops.native_errors(self._label),
+            self._settled(ids),
+            self.tier.resident(ids),
+        ):
             return self.tier.contains(ids)
 
     def remove(self, ids: Tensor) -> int:
@@ -678,7 +724,11 @@ class Table(AbstractContextManager["Table"]):
         """
         check_ids(ids)
         ops.finish_updates()
-        with ops.native_errors(self._label), self.tier.resident(ids):
+        with (
+            ops.native_errors(self._label),
+            self._settled(ids),
+            self.tier.resident(ids),
+        ):
             return self.tier.remove(ids)
 
     def set_scores(self, ids: Tensor, scores: Tensor) -> int:
@@ -915,6 +965,14 @@ class Table(AbstractContextManager["Table"]):
                 f"{self._label}: its rows are in {self.options.cold_store!r}, which is"
                 f" shared: {reason}"
             )
+
+    def _settled(self, ids: Tensor | None) -> AbstractContextManager[object]:
+        """Brings the rows of ``ids``, (N,) int64, or all rows up to date in memory, and
+        keeps them so.
+        """
+        if self.device_rows is None:
+            return _NOTHING
+        return self.device_rows.settled(self, ids)
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:
         shape = (len(ids), len(self.columns))

@@ -136,6 +136,18 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
   return {std::move(out), std::move(context)};
 }
 
+// The step of a training lookup without its output, which a device pools. Returns the context; see
+// lookup/device_pass.h.
+Tensor group_begin(int64_t group_handle, Tensor ids, Tensor offsets, std::optional<Tensor> weights) {
+  const auto group = groups().get(group_handle);
+  const auto [batch, inputs] = checked_batch(*group, ids, offsets, weights);
+  auto pass = std::make_shared<Pass>(group, batch, inputs, executor());
+  const Pass::Start start{pass.get(), nullptr};
+  Tensor context = context_of({std::move(pass)});
+  Pass::begin({start}, executor());
+  return context;
+}
+
 // Writes the output to out, (bags, columns). Returns the context.
 Tensor group_forward_into(int64_t group_handle, Tensor ids, Tensor offsets, std::optional<Tensor> weights, bool train,
                           Tensor out) {
@@ -364,6 +376,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
       "bool mean) -> int");
   m.def("group_destroy(int group) -> ()");
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
+  m.def("group_begin(int group, Tensor ids, Tensor offsets, Tensor? weights) -> Tensor");
   m.def(
       "group_forward_into(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train, Tensor(a!) out) -> "
       "Tensor");
@@ -390,6 +403,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("group_forward", RECSTORE_ALLOCATING_OP(group_forward));
+  m.impl("group_begin", RECSTORE_ALLOCATING_OP(group_begin));
   m.impl("group_forward_into", RECSTORE_ALLOCATING_OP(group_forward_into));
   m.impl("rows_forward", RECSTORE_ALLOCATING_OP(rows_forward));
   m.impl("rows_forward_into", RECSTORE_ALLOCATING_OP(rows_forward_into));

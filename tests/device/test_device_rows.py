@@ -1,0 +1,81 @@
+"""Rows on a simulated device: results equal to the bit to those on the CPU, in any
+mixture of passes on the device and on the host.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.utils.backend_registration
+
+from tests.device import device_rows, simulated, test_device
+from torchrec_recstore import SSDStore, TableOptions
+from torchrec_recstore.kernels import PooledGroup
+from torchrec_recstore.kernels.device_interface import kernels_by_type
+from torchrec_recstore.kernels.reference_kernels import ReferenceKernels
+from torchrec_recstore.store import Table
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(
+        torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"
+    ),
+    reason="this torch has no devices in Python",
+)
+
+
+def run(path: str) -> None:
+    """Runs the scenarios on the CPU and on the device, and saves what they have found."""
+    device = simulated.register()
+    kernels_by_type[simulated.NAME] = ReferenceKernels
+    found = {}
+    for name, scenario in device_rows.SCENARIOS.items():
+        found[name] = (scenario(torch.device("cpu")), scenario(device))
+    torch.save(found, path)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    path = tmp_path_factory.mktemp("device_rows") / "found"
+    process = mp.get_context("spawn").Process(target=run, args=(str(path),))
+    process.start()
+    process.join(280)
+    assert process.exitcode == 0
+    return load(path)
+
+
+def load(path: Path) -> dict[str, tuple[Any, Any]]:
+    loaded: dict[str, tuple[Any, Any]] = torch.load(path, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulation_steps", "message"),
+    [
+        (TableOptions(nonfinite="skip"), 1, "'t': .*nonfinite"),
+        (TableOptions(max_rows=9, cold_store=SSDStore("x")), 1, "'t': .*cold_store"),
+        (TableOptions(), 2, "tables t: .*accumulation_steps=1"),
+    ],
+)
+def test_what_cannot_be_on_a_device_is_refused(
+    options: TableOptions,
+    accumulation_steps: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Table(4, options=options, name="t") as table:
+        group = PooledGroup([table], [0], "sum", accumulation_steps=accumulation_steps)
+        with pytest.raises(ValueError, match=message):
+            group.put_on_device(torch.device("cpu"), [5])
+        assert group.device_rows is None
+
+
+@pytest.mark.parametrize("name", device_rows.SCENARIOS)
+def test_equal(name: str, found: dict[str, tuple[Any, Any]]) -> None:
+    on_cpu, on_device = found[name]
+    assert test_device.same(on_cpu, on_device)
