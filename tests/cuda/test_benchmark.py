@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.cuda import WITH_FBGEMM, WITH_TORCH
+from tests.cuda.marks import WITH_FBGEMM, WITH_TORCH
 from tests.processes import ROOT, run_forked_command
 
 SCRIPT = str(ROOT / "benchmarks" / "cuda.py")

@@ -28,7 +28,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.device import Timeline, traced
-from tests.cuda import CPU, CUDA, WITH_FBGEMM
+from tests.cuda.marks import CPU, CUDA, WITH_FBGEMM
 from tests.device import scenarios, steps
 from tests.device.scenarios import Found
 from tests.device.test_device import same

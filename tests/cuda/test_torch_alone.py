@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.device import traced
-from tests.cuda import CPU, CUDA, WITH_TORCH
+from tests.cuda.marks import CPU, CUDA, WITH_TORCH
 from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
