@@ -4,7 +4,7 @@ package's core on tensors of the host.
 They have the results of the kernels of a CUDA device
 (:mod:`torchrec_recstore.kernels.device_kernels`), which are compared with them.
 
-Tests: tests/kernels/test_device_kernels.py.
+Tests: tests/kernels/test_reference_kernels.py, tests/kernels/test_device_kernels.py.
 """
 
 from __future__ import annotations
