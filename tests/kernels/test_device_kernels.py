@@ -76,7 +76,8 @@ def test_interpreted_special_cases(interpreted: Interpreter, name: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_interpreted_grid(interpreted: Interpreter, optimizer: str) -> None:
     for name, case in GRID.items():
-        if name.startswith(f"{optimizer}-"):
+        is_checked = case.dtype is torch.float32 or case.columns == 50
+        if is_checked and name.startswith(f"{optimizer}-"):
             interpreted.check(case, 1)
 
 
