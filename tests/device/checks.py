@@ -138,6 +138,32 @@ def _message_of(device: torch.device, uses: list[str]) -> str:
     return "nothing"
 
 
+def failures(device: torch.device) -> list[tuple[str, int, bool]]:
+    """For a failure of each of three copies: the error, the number of copies that were
+    queued, and whether a step without a failure comes next.
+    """
+    outcomes = []
+    rows = PooledGroup([Table(4, optimizer=SGD(lr=1.0))], [0], "sum")
+    step = partial(
+        rows, torch.arange(2), torch.arange(3), to=CopyTarget(device, torch.float32)
+    )
+    for copies_before in range(3):
+        streams.copies.clear()
+        error = "none"
+        with streams.failing(copies_before) as failure:
+            try:
+                _train(step)
+            except MemoryError as raised:
+                error = str(raised)
+            assert failure.has_happened == (error != "none")
+        queued = len(streams.copies)
+        ops.finish_updates()
+        updates = rows.tables[0].stats().updates
+        _train(step)
+        outcomes.append((error, queued, rows.tables[0].stats().updates > updates))
+    return outcomes
+
+
 def counts(device: torch.device) -> dict[str, Any]:
     """Counts of a program with known copies and kernels."""
     staged = streams.DeviceStreams(device).pinned((5,), torch.float32).fill_(1.0)
@@ -316,6 +342,7 @@ CHECKS: dict[str, Callable[[torch.device], Any]] = {
     "late_copies": late_copies,
     "mistakes": mistakes,
     "counts": counts,
+    "failures": failures,
     "host_copies": host_copies,
     "streams_of_torch": streams_of_torch,
     "failing_updates": failing_updates,

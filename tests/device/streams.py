@@ -201,6 +201,7 @@ _host: dict[Stream, int] = {}
 _pinned: dict[int, Memory] = {}
 _freed_in_use: list[str] = []
 _random: random.Random | None = None
+_failure: Failure | None = None
 
 
 def _take_maximum(clock: dict[Stream, int], other: dict[Stream, int]) -> None:
@@ -246,6 +247,40 @@ def forget() -> None:
             stream.queue.clear()
             _take_maximum(_host, stream.clock)
         _freed_in_use.clear()
+
+
+@dataclass
+class Failure:
+    """A copy that is going to fail: the number of copies before it, and whether it has
+    failed.
+    """
+
+    copies_before: int
+    has_happened: bool = False
+
+
+@contextmanager
+def failing(copies_before: int) -> Iterator[Failure]:
+    """Lets one copy raise MemoryError before it is queued, after ``copies_before``
+    others.
+    """
+    global _failure
+    failure = Failure(copies_before)
+    _failure = failure
+    try:
+        yield failure
+    finally:
+        _failure = None
+
+
+def _fail_if_due() -> None:
+    failure = _failure
+    if failure is None or failure.has_happened:
+        return
+    if failure.copies_before == 0:
+        failure.has_happened = True
+        raise MemoryError("the device has no memory for a copy")
+    failure.copies_before -= 1
 
 
 def _is_late() -> bool:
@@ -422,6 +457,7 @@ def copy(
     """
     is_down = record.way == "down"
     with _lock:
+        _fail_if_due()
         copies.append(record)
         order.append(("copy", record))
         on_host = CopyEnds(pinned_memory(host), *span(host))

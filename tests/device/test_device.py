@@ -258,6 +258,17 @@ def changed_buffer(way: str) -> str:
     return f"the host has changed a buffer before a copy {way} it has ended"
 
 
+def test_each_copy_of_a_step_can_fail_and_the_next_step_trains(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
+    message = "the device has no memory for a copy"
+    assert short["failures"][1] == [
+        (message, 0, True),
+        (message, 1, True),
+        ("none", 2, True),
+    ]
+
+
 def test_the_device_counts_bytes_copies_and_kernels(
     short: dict[str, tuple[Any, Any, int]],
 ) -> None:
