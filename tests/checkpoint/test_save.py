@@ -395,7 +395,7 @@ def test_bad_arguments_change_nothing(tmp_path: Path) -> None:
             FileNotFoundError,
             "nowhere: no such directory",
         ),
-        ({"delta_of": tmp_path}, FileNotFoundError, "it has no metadata.json"),
+        ({"delta_of": tmp_path}, FileNotFoundError, "a folder with 1 checkpoint"),
         ({"training_state": {"a": [1, object()]}}, TypeError, "/a/1 is of type object"),
         ({"training_state": {("a",): 1}}, TypeError, "key of type tuple"),
     ]:

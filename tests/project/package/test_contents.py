@@ -287,6 +287,8 @@ def test_what_is_imported_is_required(
             for wanted in plugin.values()
             for name in wanted
         }
+    if package == "torchrec_recstore":
+        known.add("triton")  # it comes with the torch of an accelerator
     # it exports TorchRec's models, of whom has them
     if package == "torchrec_recstore_serving":
         known |= {name.replace("-", "_") for name in requirements()["torchrec-cpu"]} | {
