@@ -396,7 +396,7 @@ void read(const Group& group, const Batch& batch, float* out, Executor& executor
 void read_trained(const Group& group, const Batch& batch, float* out, Executor& executor) {
   const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
   const std::vector<RowsElsewhere> nowhere;
-  const auto locks = group.lock_shared();
+  const SharedTableLocks locks = group.lock_shared();
   Lookup(group, batch, static_cast<Slot*>(slots.data()), out, executor, nowhere).evaluate(true);
 }
 
