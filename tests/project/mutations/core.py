@@ -113,7 +113,7 @@ CORE = [
     ),
     Mutation(
         f"{CSRC}/rows/table.cpp",
-        "for (const Move& move : moves) vacated_.add(move.from);",
+        "vacated_.add(move.from);",
         "",
         ["test_ahead"],
         "A forward takes a slot, resolved ahead, that compaction has moved the row away"
@@ -121,7 +121,7 @@ CORE = [
     ),
     Mutation(
         f"{CSRC}/rows/table.cpp",
-        "vacated_.add(row.slot);",
+        "vacate(row.slot);",
         "",
         ["test_ahead"],
         "A forward takes a slot, resolved ahead, of a row that has been evicted.",

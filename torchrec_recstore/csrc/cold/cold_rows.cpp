@@ -89,8 +89,8 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
   };
   for (int64_t i = 0; i < n; ++i) {
     const Slot slot = table.index().find(ids[i]);
-    const bool is_behind = table.device() != nullptr && slot != kNoSlot && table.device()->is_behind(slot);
-    left[i] = slot != kNoSlot && !is_behind && !pinned.contains(slot) && equals(slot, images + i * table.image_bytes());
+    left[i] = slot != kNoSlot && !pinned.contains(slot) && equals(slot, images + i * table.image_bytes());
+    if (left[i] && table.device() != nullptr && table.device()->is_behind(slot)) left[i] = false;
     if (left[i]) leavers.push_back({ids[i], slot});
   }
   table.reserve_leave(static_cast<int64_t>(leavers.size()));
