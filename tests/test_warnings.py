@@ -188,6 +188,12 @@ SAY_WHAT_TO_DO = {
     "a backward of this lookup in evaluation mode loses a gradient: ...",
     # names the missing package
     "calls on rows from other hosts go by gRPC, which takes several times as long: ...",
+    (
+        "table ...: ... of the saved rows have NaN or infinity, and so have their"
+        " lookups: go back to a checkpoint without them, and set"
+        ' TableOptions(nonfinite="skip"), which leaves a row as it is when its gradient'
+        " is not finite"
+    ),
     # names what to do about each cause
     (
         "calls on rows of server ... go by gRPC, which is slower, because its port for"

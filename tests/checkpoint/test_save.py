@@ -9,6 +9,7 @@ import json
 import shutil
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore import (
     CheckpointError,
+    RecStoreWarning,
     async_save,
     load_checkpoint,
     read_info,
@@ -612,3 +614,31 @@ def test_an_unknown_type_of_a_newer_version_is_an_error() -> None:
         ),
     ):
         decode({"$type": "Shampoo"}, {})
+
+
+def test_rows_that_are_not_finite_are_named_once_a_table(tmp_path: Path) -> None:
+    model = models.recstore()
+    models.train(model)
+    (shard,) = model.module.sparse.recstore_state.shards["user"]
+    ids = shard.table.ids()[:3]
+    weights = shard.table.lookup(ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecStoreWarning)
+        save_checkpoint(model, tmp_path / "finite")
+    weights[0, 1] = torch.nan
+    weights[2, 0] = -torch.inf
+    shard.table.insert(ids, weights)
+    with pytest.warns(RecStoreWarning) as caught:
+        save_checkpoint(model, tmp_path / "first")
+    assert [str(warning.message) for warning in caught] == [
+        "table 'user': 2 of the saved rows have NaN or infinity, and so have their"
+        " lookups: go back to a checkpoint without them, and set"
+        ' TableOptions(nonfinite="skip"), which leaves a row as it is when its gradient'
+        " is not finite"
+    ]
+    assert Path(caught[0].filename) == Path(__file__)
+    weights[1] = torch.nan
+    shard.table.insert(ids, weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecStoreWarning)
+        save_checkpoint(model, tmp_path / "second")

@@ -13,6 +13,7 @@ from torchrec_recstore.optim import (
     Optimizer,
     PartialRowWiseAdam,
     RowWiseAdagrad,
+    state_names,
 )
 from torchrec_recstore.row_types import ROW_DTYPES
 from torchrec_recstore.store import Part, Table, TableState
@@ -164,3 +165,37 @@ def test_states_of_shards_merge_and_are_divided() -> None:
     }
     with pytest.raises(ValueError, match="the sightings have no sighting_counts"):
         TableState.from_tensors(lacking)
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_not_finite(dtype: torch.dtype, value: float) -> None:
+    rows = part(RowWiseAdagrad(), dtype)
+    assert bool(rows.is_finite().all())
+    weights = rows.weights.clone()
+    weights[3, 2] = value
+    weights[7] = value
+    spoiled = Part(rows.ids, rows.columns, {**rows.rows, "weight": weights}).stored_as(
+        dtype
+    )
+    expected = torch.ones(len(rows), dtype=torch.bool)
+    expected[[3, 7]] = False
+    assert torch.equal(spoiled.is_finite(), expected)
+
+
+def test_states_that_are_not_finite() -> None:
+    rows_optimizer = RowWiseAdagrad()
+    rows = part(rows_optimizer)
+    (name,) = state_names(rows_optimizer)
+    state = rows.rows[name].clone()
+    state[5] = torch.inf
+    spoiled = Part(rows.ids, rows.columns, {**rows.rows, name: state})
+    assert (~spoiled.is_finite()).nonzero().flatten().tolist() == [5]
+
+
+def test_large_sums_are_finite() -> None:
+    """The sum of finite weights can overflow."""
+    rows = part(SGD())
+    weights = torch.full_like(rows.rows["weight"], torch.finfo(torch.float32).max)
+    large = Part(rows.ids, rows.columns, {**rows.rows, "weight": weights})
+    assert bool(large.is_finite().all())

@@ -183,11 +183,7 @@ def nonfinite_rows(chain: Sequence[CheckpointInfo], name: str) -> int:
     for parts in FoldedTable(chain, name):
         is_finite = torch.ones(len(_ids(parts)), dtype=torch.bool)
         for part in parts:
-            for key, tensor in part.rows.items():
-                if key in STAMPS:
-                    continue
-                cells = values(tensor).isfinite()
-                is_finite &= cells.view(len(tensor), -1).all(dim=1)
+            is_finite &= part.is_finite()
         count += int((~is_finite).sum())
     return count
 

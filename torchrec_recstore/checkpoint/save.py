@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ from torchrec_recstore.sharders.model_tables import (
 )
 from torchrec_recstore.store import TableState
 from torchrec_recstore.store.table import check_applied
+from torchrec_recstore.utils import warn_user
 
 # By the model's process group: the same ranks with a group that only writing threads
 # use.
@@ -102,6 +104,10 @@ def save_checkpoint(
         RuntimeError: A rank has died. All of these errors are raised on every rank.
         Exception: The error of an earlier :func:`async_save` that failed and was not
             waited for. Nothing has been saved, and the call can be repeated.
+
+    Warns:
+        RecStoreWarning: Rows of a table have NaN or infinity. They are saved. Each
+            table is named once, by rank 0.
     """
     return _Save(
         model,
@@ -336,7 +342,7 @@ class _Save:
                 staging = self._destination.stage()
         staging = all_gathered(staging, self.env)[0]
         assert staging is not None
-        files = _RankFiles({}, {})
+        files = _RankFiles({}, {}, {})
         with refused_together(self.env):
             files = self._write_files(staging)
         gathered = all_gathered(files, self.env)
@@ -346,7 +352,34 @@ class _Save:
                 info = self._published(self._destination, gathered)
         info = all_gathered(info, self.env)[0]
         assert info is not None
+        self._warn_of_nonfinite(gathered)
         return info
+
+    def _warn_of_nonfinite(self, gathered: Sequence[_RankFiles]) -> None:
+        """Warns on rank 0 about each table with rows that are not finite.
+
+        A later save does not warn about the table again.
+        """
+        if self.env.rank != 0:
+            return
+        counts: Counter[tuple[str, int]] = Counter()
+        for rank_files in gathered:
+            counts.update(rank_files.nonfinite)
+        # All column shards of a table have the same ids: their counts are not added.
+        rows_of_tables: dict[str, int] = {}
+        for (name, _), count in counts.items():
+            rows_of_tables[name] = max(count, rows_of_tables.get(name, 0))
+        for table in self._tables:
+            warned_tables = table.module.recstore_state.nonfinite_tables
+            count = rows_of_tables.get(table.name, 0)
+            if count and table.config_name not in warned_tables:
+                warned_tables.add(table.config_name)
+                warn_user(
+                    f"table {table.name!r}: {count:,} of the saved rows have NaN or"
+                    " infinity, and so have their lookups: go back to a checkpoint"
+                    ' without them, and set TableOptions(nonfinite="skip"), which'
+                    " leaves a row as it is when its gradient is not finite"
+                )
 
     def _write_files(self, staging: Path) -> _RankFiles:
         writer = PartWriter(staging, self.env.rank, polite=self._polite)
@@ -365,7 +398,7 @@ class _Save:
                 writer.tensors(TRAINING_STATE, self._tensors)
         finally:
             files = writer.close()
-        return _RankFiles(shard_infos, files)
+        return _RankFiles(shard_infos, files, writer.nonfinite)
 
     def _published(
         self,
@@ -410,6 +443,8 @@ class _RankFiles:
 
     shards: Mapping[str, list[TableInfo]]  # of each shard, by the name of the table
     files: Mapping[str, FileInfo]  # by their names
+    # the number of rows with NaN or infinity, by table and first column of the shard
+    nonfinite: Mapping[tuple[str, int], int]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -66,6 +67,9 @@ class PartWriter:
     """
 
     def __init__(self, directory: Path, rank: int, *, polite: bool = False) -> None:
+        # The number of rows that are not finite, by the name of the table and the first
+        # column of the shard. Tables without such rows are left out.
+        self.nonfinite: Counter[tuple[str, int]] = Counter()
         self._files: dict[str, FileInfo] = {}
         self._directory = directory
         self._rank = rank
@@ -84,7 +88,7 @@ class PartWriter:
         snapshot: Snapshot,
         on_rows: Callable[[int], object] = lambda count: None,
     ) -> tuple[PartInfo, ...]:
-        """Writes all rows of a snapshot.
+        """Writes all rows of a snapshot, and counts those that are not finite.
 
         ``on_rows`` is called with each part's number of rows.
         """
@@ -92,6 +96,9 @@ class PartWriter:
         parts: list[PartInfo] = []
         while len(snapshot) > 0:
             part = snapshot.read(min(size, len(snapshot)), polite=self._polite)
+            nonfinite_count = int((~part.is_finite()).sum())
+            if nonfinite_count:
+                self.nonfinite[name, table.columns.start] += nonfinite_count
             parts.append(self.part(name, len(parts), part))
             on_rows(len(part))
         return tuple(parts)

@@ -368,6 +368,8 @@ class ModuleState:
     # The marks of each table's shards, by table name, for each saved or loaded
     # checkpoint, by its checksum.
     marks: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    # The tables that a save has named because their rows are not finite.
+    nonfinite_tables: set[str] = field(default_factory=set)
     # The checksums of the checkpoints whose rows each table has had since its rows were
     # replaced, by table name.
     _had: dict[str, set[str]] = field(default_factory=dict)

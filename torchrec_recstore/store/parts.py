@@ -20,6 +20,7 @@ from torchrec_recstore.row_types import (
     as_numbers,
     as_stored,
     columns_of,
+    has_finite_sum,
     joined_columns,
     row_bytes,
     values,
@@ -80,6 +81,15 @@ class Part:
     def weights(self) -> Tensor:
         """The weights: (N, columns) float32."""
         return values(self.rows["weight"])
+
+    def is_finite(self) -> Tensor:
+        """Returns whether all weights and states of each row are finite: (N,) bool."""
+        finite = torch.ones(len(self), dtype=torch.bool)
+        for name, stored in self.rows.items():
+            if name not in STAMPS and not has_finite_sum(stored):
+                cells = values(stored).isfinite()
+                finite &= cells.view(len(stored), -1).all(dim=1)
+        return finite
 
     def take(self, which: Tensor | slice) -> Part:
         """Returns some of the rows: ``which`` are their positions, (n,) int64, or a
