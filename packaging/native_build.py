@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from setuptools import Extension
@@ -143,12 +144,16 @@ class BuildOnTorch(build_ext):
         files themselves.
         """
         ops = [file for file in extension.sources if "/ops/" in file]
+        if not ops:
+            return
         # Not in `build_temp`: ccache finds an object by the path of its source, and pip
         # gives a new folder to each editable installation.
         joined = f"build/{extension.name}_{OPS_FILE}"
         os.makedirs("build", exist_ok=True)
-        with open(joined, "w") as file:
-            file.writelines(f'#include "{path}"\n' for path in ops)
+        includes = "".join(f'#include "{path}"\n' for path in ops)
+        # It is not written again without need: a newer file is compiled again.
+        if not os.path.exists(joined) or Path(joined).read_text() != includes:
+            Path(joined).write_text(includes)
         others = [file for file in extension.sources if file not in ops]
         extension.sources = [*others, joined]
         extension.include_dirs.append(".")

@@ -91,6 +91,8 @@ def test_the_folder_of_several_checkpoints_names_the_newest(tmp_path: Path) -> N
         shutil.copytree(CHECKPOINTS / "full", tmp_path / "run" / name)
         time = 1_000_000_000 + (0 if name == "first" else number)
         os.utime(tmp_path / "run" / name / METADATA, (time, time))
+    # what a save that was killed leaves
+    shutil.copytree(CHECKPOINTS / "full", tmp_path / "run" / ".1100.saving-1")
     with pytest.raises(FileNotFoundError) as error:
         read_info(tmp_path / "run")
     assert str(error.value) == (

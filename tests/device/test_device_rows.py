@@ -15,8 +15,6 @@ import torch.utils.backend_registration
 from tests.device import device_rows, simulated, test_device
 from torchrec_recstore import SSDStore, TableOptions
 from torchrec_recstore.kernels import PooledGroup
-from torchrec_recstore.kernels.device_interface import kernels_by_type
-from torchrec_recstore.kernels.reference_kernels import ReferenceKernels
 from torchrec_recstore.store import Table
 
 pytestmark = pytest.mark.skipif(
@@ -30,7 +28,6 @@ pytestmark = pytest.mark.skipif(
 def run(path: str) -> None:
     """Runs the scenarios on the CPU and on the device, and saves what they have found."""
     device = simulated.register()
-    kernels_by_type[simulated.NAME] = ReferenceKernels
     found = {}
     for name, scenario in device_rows.SCENARIOS.items():
         found[name] = (scenario(torch.device("cpu")), scenario(device))

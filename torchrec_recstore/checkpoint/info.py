@@ -218,14 +218,26 @@ def _reason(path: Path) -> str:
     """
     if not path.exists():
         return "no such directory"
-    files = list(path.glob(f"*/{METADATA}"))
+    files = []
+    for file in path.glob(f"*/{METADATA}"):
+        # A hidden folder is a save that was killed, or a checkpoint that is deleted.
+        if not file.parent.name.startswith("."):
+            files.append(file)
     if not files:
         return f"it has no {METADATA}"
-    newest = max(files, key=lambda file: (file.stat().st_mtime_ns, file))
+    newest = max(files, key=lambda file: (_saved_ns(file), file))
     return (
         f"it is a folder with {len(files)} checkpoint(s): pass one of them, of which"
         f" {newest.parent} was saved last"
     )
+
+
+def _saved_ns(file: Path) -> int:
+    """Returns when a file was written, 0 if another process has deleted it."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def read_info(path: str | Path) -> CheckpointInfo:
