@@ -1,0 +1,38 @@
+"""Blocks that a reader copies run as they stand, in an empty folder and without what
+the page's other tests prepare.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.packages import ROOT
+
+from .pages import blocks
+
+
+def python_blocks(page: str) -> list[str]:
+    return [block.text for block in blocks(ROOT / page) if block.kind == "python"]
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(program)
+    return subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_first_block_about_checkpoints_runs(tmp_path: Path) -> None:
+    done = run(python_blocks("docs/checkpoint.md")[0], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1\n"
+    assert (tmp_path / "users" / "1").is_dir()
