@@ -36,3 +36,17 @@ def test_the_first_block_about_checkpoints_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1\n"
     assert (tmp_path / "users" / "1").is_dir()
+
+
+@pytest.mark.slow
+def test_the_planner_logs_each_line_once(tmp_path: Path) -> None:
+    codes = python_blocks("docs/planner.md")
+    with_log = next(code for code in codes if "addHandler" in code)
+    # As after any `logging.warning()` of a library.
+    root_handler = "import logging\nlogging.basicConfig()\n"
+    done = run(root_handler + codes[0] + with_log, tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (done.stdout + done.stderr).splitlines()
+    for table in ("t_user", "t_item"):
+        of_table = [line for line in lines if f"RecStore table '{table}':" in line]
+        assert len(of_table) == 1
