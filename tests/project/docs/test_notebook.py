@@ -64,12 +64,15 @@ def test_the_page_shows_outputs_of_a_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_runs_from_any_cell() -> None:
-    """Runs each cell twice, and then all cells from the top in the same kernel."""
+def test_runs_from_any_cell(tmp_path: Path) -> None:
+    """Runs each cell twice, and then all cells from the top in the same kernel.
+
+    The folder is empty: the notebook needs no checkout.
+    """
     notebook = read()
     shown = displayed(code_cells(notebook))
     client = NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
     )
     with client.setup_kernel():
         for times in (2, 1):
