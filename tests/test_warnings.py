@@ -221,6 +221,10 @@ SAY_WHAT_TO_DO = {
         " back to a checkpoint without them, and lower the learning rate or clip the"
         " gradients"
     ),
+    (
+        "the exported model was never trained: no update has changed a row of"
+        " table(s) .... Train the model or load a checkpoint before the export"
+    ),
     "table '...': ..., and are not saved: save after a multiple of accumulation_steps",
     (
         "table ... is planned on TorchRec's own kernel, since its sharding names none:"

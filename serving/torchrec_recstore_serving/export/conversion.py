@@ -65,6 +65,7 @@ from torchrec_recstore_serving.export.scriptable_modules import (
 )
 from torchrec_recstore_serving.export.selection import (
     Selection,
+    is_untrained,
     missing_row,
     whole_table,
 )
@@ -203,6 +204,8 @@ class Conversion:
         """The tables whose rows were not read."""
         self.initial_rows: list[str] = []
         """The tables whose ids without a row read as initial rows in the model."""
+        self.untrained: dict[str, bool] = {}
+        """Whether each table whose rows were read is untrained, by its name."""
 
     def model(
         self,
@@ -454,6 +457,9 @@ class Conversion:
             self._marks,
         )
         self._selection.check_counted(name, len(table.ids), table.steps)
+        self.untrained[name] = is_untrained(
+            rows=len(table.ids), steps=table.steps, updates=table.updates
+        )
         positions = self._selection.positions(table.frequency)
         if len(positions) == len(table.ids):
             return table.ids, table.rows

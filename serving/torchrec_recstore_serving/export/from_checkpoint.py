@@ -31,7 +31,9 @@ from torchrec_recstore_serving.export.row_formats import check_dim, check_dtype,
 from torchrec_recstore_serving.export.selection import (
     Selection,
     aged,
+    is_untrained,
     missing_row,
+    warn_if_untrained,
     warn_of_initial_rows,
     warn_unless_finite,
 )
@@ -262,6 +264,7 @@ def _served(
     served: list[ServedTable] = []
     left_out: dict[str, int] = {}
     with_initial_rows: list[str] = []
+    untrained: dict[str, bool] = {}
     for name in names:
         info = infos[name]
         missing, exact = missing_row(
@@ -272,10 +275,12 @@ def _served(
         )
         if not exact:
             with_initial_rows.append(name)
+        untrained[name] = is_untrained(info.rows, info.steps, info.optimizer_steps)
         ids, rows = _rows(chain, name, missing, row_format, selection, advance)
         served.append(served_table(name, info.dim, row_format, ids, rows))
         left_out[name] = info.rows - len(ids)
     warn_of_initial_rows(with_initial_rows)
+    warn_if_untrained(untrained)
     module = ServedTables(served)
     warn_unless_finite(module)
     return module, left_out

@@ -39,6 +39,7 @@ from torchrec_recstore_serving.export.row_formats import (
 from torchrec_recstore_serving.export.scriptable_modules import scriptable
 from torchrec_recstore_serving.export.selection import (
     Selection,
+    warn_if_untrained,
     warn_of_initial_rows,
     warn_unless_finite,
 )
@@ -132,7 +133,7 @@ def export_for_inference(
         RecStoreWarning: A table reads ids without a row as random initial rows
         (``TableOptions.missing="init"``). The
             exported table reads them as zeros. Or float32 rows or dense tensors have
-            NaN or infinity.
+            NaN or infinity. Or no RecStore table was trained.
     """
     env = whole_environment()
     signing: Key | None = None
@@ -191,6 +192,7 @@ def read_model(
     conversion = Conversion(dtype, selection, marks, on_servers)
     exported = conversion.model(model, replaced, env)
     warn_of_initial_rows(conversion.initial_rows)
+    warn_if_untrained(conversion.untrained)
     warn_unless_finite(exported)
     return exported
 

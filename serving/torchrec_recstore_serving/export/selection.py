@@ -185,6 +185,35 @@ def warn_of_initial_rows(names: Sequence[str]) -> None:
         )
 
 
+def is_untrained(rows: int, steps: int, updates: int) -> bool:
+    """Returns whether training has made none of a table's rows.
+
+    Rows that were inserted or loaded, and not looked up in training mode, count as
+    trained.
+
+    Args:
+        rows: The number of rows of the table.
+        steps: The number of training lookups of the table.
+        updates: The number of updates of the table.
+    """
+    return rows == 0 or (steps > 0 and updates == 0)
+
+
+def warn_if_untrained(untrained: Mapping[str, bool]) -> None:
+    """Warns if no RecStore table of a model was trained.
+
+    Args:
+        untrained: Whether each RecStore table is untrained, by its name. Without
+            tables there is no warning.
+    """
+    if untrained and all(untrained.values()):
+        warn_user(
+            "the exported model was never trained: no update has changed a row of"
+            f" table(s) {', '.join(map(repr, sorted(untrained)))}. Train the model or"
+            " load a checkpoint before the export"
+        )
+
+
 def warn_unless_finite(
     model: nn.Module,
     changed: Mapping[str, Tensor] | None = None,
@@ -256,6 +285,7 @@ class _GatheredRows:
             without a row.
         frequency: (R,) int64. The frequencies of the rows; see :func:`aged`.
         steps: The number of training steps of the table.
+        updates: The number of updates of the table.
         columns: The columns of the table that the rows have.
     """
 
@@ -263,6 +293,7 @@ class _GatheredRows:
     rows: Tensor
     frequency: Tensor
     steps: int
+    updates: int
     columns: slice
 
 
@@ -305,6 +336,7 @@ def whole_table(
         return parts[0]
     ids = torch.cat([part.ids for part in parts]).unique()  # type: ignore[no-untyped-call]
     steps = max(part.steps for part in parts)
+    updates = max(part.updates for part in parts)
     first = packed(name, missing[None], row_format)
     rows = first.new_empty(len(ids) + 1, first.shape[1])
     rows[:1] = first
@@ -322,6 +354,7 @@ def whole_table(
         rows=rows,
         frequency=frequency,
         steps=steps,
+        updates=updates,
         columns=slice(0, len(missing)),
     )
 
@@ -358,5 +391,6 @@ def _part(
             rows=rows,
             frequency=frequency,
             steps=snapshot.steps,
+            updates=snapshot.optimizer_steps,
             columns=columns,
         )

@@ -138,6 +138,7 @@ def test_exports_of_checkpoints(tmp_path: Path) -> None:
 )
 def test_dense_tensors_of_any_type(dtype: torch.dtype) -> None:
     model = Model()
+    insert(model, "rows", 1.0)
     model.register_buffer("odd", torch.ones(3).to(dtype))
     assert warned(lambda: export_for_inference(model, dtype=torch.float32)) == []
     model.register_buffer("odd", torch.tensor([0.0, float("nan"), 1.0]).to(dtype))
