@@ -7,8 +7,8 @@ VENV := .venv
 HOURS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-# Slow tests wait for half of their time: for processes that are killed, for leases, for clicks.
-SLOW_WORKERS := $(shell n=$$(($$(nproc) + 1)); echo $$((n < 8 ? n : 8)))
+# Tests wait for a part of their time: for processes that start or are killed, for leases, for clicks.
+TEST_WORKERS := $(shell n=$$(($$(nproc) + 1)); echo $$((n < 8 ? n : 8)))
 SERVING := serving/torchrec_recstore_serving/csrc
 SERVICE := service/torchrec_recstore_service/csrc
 CSRC := torchrec_recstore/csrc
@@ -56,10 +56,10 @@ online: build $(VENV)/.online-requirements  ## train on clicks while they arrive
 
 test: build $(VENV)/.dev-requirements  ## lint, the C++ tests, and the Python tests that are not slow: the first step of CI
 	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) lint test-cpp
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults and test-tsan: the second step of CI
-	$(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist worksteal -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m slow $(ARGS)
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-faults test-tsan
 
 test-all:  ## everything that CI runs: make test, then make test-slow

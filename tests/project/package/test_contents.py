@@ -287,6 +287,9 @@ def test_what_is_imported_is_required(
             for wanted in plugin.values()
             for name in wanted
         }
+    if folder == "benchmarks":
+        # peers_tfra.py runs in an environment of its own
+        known |= {"tensorflow", "tensorflow_recommenders_addons"}
     if package == "torchrec_recstore":
         known.add("triton")  # it comes with the torch of an accelerator
     # it exports TorchRec's models, of whom has them

@@ -457,7 +457,8 @@ def test_initial_rows_of_unseen_ids() -> None:
     ).eval()
     with pytest.warns(UserWarning, match="'t' have missing='init'") as caught:
         exported = export_for_inference(bags, dtype=torch.float32)
-    assert len(caught) == 1
+    # the other warning says that the tables were never trained
+    assert ["missing=" in str(warning.message) for warning in caught].count(True) == 1
     assert not exported(some).values().any()
 
 
