@@ -41,8 +41,8 @@ nitpick_ignore_regex = [
     # Signatures contain these types, which only the package itself makes.
     (
         r"py:.*",
-        r"torchrec_recstore\w*\..*\.(_\w+|ClientTable|ColdSnapshot|ColdTier|CopyTarget|LearningRate|ModelTable|ModuleState|RecStoreKernel|"
-        r"RemotePooledGroup|RemoteSequenceGroup|RemoteTable|RowRead|RowService|RowUpdate|ServedTable|TableModule|TableSpec)",
+        r"torchrec_recstore\w*\..*\.(_\w+|ClientTable|ColdSnapshot|ColdTier|CopyTarget|DevicePass|LearningRate|ModelTable|ModuleState|RecStoreKernel|"
+        r"RemotePooledGroup|RemoteSequenceGroup|RemoteTable|RowRead|RowService|RowsOnDevice|RowUpdate|ServedTable|TableModule|TableSpec)",
     ),
     (r"py:.*", r"torchrec_recstore\.ops\..*"),
 ]

@@ -63,7 +63,7 @@ def quiet() -> None:
         import torchrec_recstore
         torchrec_recstore.quiet()
 
-    A second call has no effect on loggers, and puts the filters of :mod:`warnings` in
+    A second call has no effect on loggers, and puts the filters of ``warnings`` in
     front again.
     """
     for name, beginnings in _LOGGERS.items():
