@@ -61,6 +61,33 @@ def test_the_newest_is_that_of_the_last_step(tmp_path: Path) -> None:
     assert table_steps(loaded) == 3
 
 
+def test_of_the_same_step_the_one_that_was_saved_last_is_the_newest(
+    tmp_path: Path,
+) -> None:
+    """Models whose tables are on servers, or frozen, have the step 0 for ever."""
+    model = models.recstore()
+    for name in ("9", "10", "11"):
+        save_checkpoint(model, tmp_path / name)
+        saved_at = 1_000_000_000 + int(name)
+        os.utime(tmp_path / name / "metadata.json", (saved_at, saved_at))
+    info = newest(tmp_path)
+    assert info is not None
+    assert info.path.name == "11"
+    assert [path.name for path in keep_newest(tmp_path, 2)] == ["9"]
+
+
+def test_a_later_checkpoint_of_fewer_steps_is_not_deleted(tmp_path: Path) -> None:
+    """Steps begin anew if rows are reset, and a copy may lose the times of files."""
+    saved(tmp_path, "a", "b")
+    saved(tmp_path, "c")
+    message = r"b has more steps than .*c, which was saved later: pass the one"
+    with pytest.raises(CheckpointError, match=message):
+        newest(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        keep_newest(tmp_path, 1)
+    assert names_in(tmp_path) == ["a", "b", "c"]
+
+
 def test_what_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, "a", "b")
     (tmp_path / "b").rename(tmp_path / staging_name(tmp_path / "b"))

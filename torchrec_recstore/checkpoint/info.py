@@ -225,15 +225,17 @@ def _reason(path: Path) -> str:
             files.append(file)
     if not files:
         return f"it has no {METADATA}"
-    newest = max(files, key=lambda file: (_saved_ns(file), file))
+    newest = max(files, key=lambda file: (when_saved_ns(file), file))
     return (
         f"it is a folder with {len(files)} checkpoint(s): pass one of them, of which"
         f" {newest.parent} was saved last"
     )
 
 
-def _saved_ns(file: Path) -> int:
-    """Returns when a file was written, 0 if another process has deleted it."""
+def when_saved_ns(file: Path) -> int:
+    """Returns when a checkpoint's metadata was written, in nanoseconds since 1970, 0 if
+    another process has deleted it.
+    """
     try:
         return file.stat().st_mtime_ns
     except OSError:

@@ -22,15 +22,20 @@ from torchrec_recstore.checkpoint.files import (
     staging_name,
     sync,
 )
-from torchrec_recstore.checkpoint.info import METADATA, CheckpointInfo, read_info
+from torchrec_recstore.checkpoint.info import (
+    METADATA,
+    CheckpointInfo,
+    read_info,
+    when_saved_ns,
+)
 
 
 def newest(folder: str | Path) -> CheckpointInfo | None:
     """Returns the metadata of the newest checkpoint of a folder.
 
     The newest checkpoint is the one with the highest ``step``; of several with the same
-    step, the one whose name is the last. A checkpoint that is being written does not
-    count, because it has no name yet.
+    step, the one that was saved last, by the time of its metadata file. A checkpoint
+    that is being written does not count, because it has no name yet.
 
     On several ranks, call it on one rank and send its ``path`` to the others: another
     process may write a checkpoint between the calls of two ranks.
@@ -45,11 +50,14 @@ def newest(folder: str | Path) -> CheckpointInfo | None:
 
     Raises:
         CheckpointError: The metadata of a checkpoint is damaged, or is of a newer
-            version of this package. The message names it.
+            version of this package. Or a checkpoint with fewer steps was saved later,
+            as after a reset of the rows, a return to an earlier checkpoint, or a copy
+            without the times of files. The message names them.
         NotADirectoryError: ``folder`` is no folder.
         ValueError: ``folder`` is itself a checkpoint.
     """
     checkpoints = _checkpoints(Path(folder))
+    _check_order(checkpoints, 1)
     return checkpoints[-1].info if checkpoints else None
 
 
@@ -78,7 +86,8 @@ def keep_newest(folder: str | Path, count: int) -> list[Path]:
 
     Raises:
         CheckpointError: The metadata of a checkpoint is damaged, so that what it needs
-            is not known. Nothing is deleted.
+            is not known; or steps and times disagree about which checkpoints are the
+            newest, see :func:`newest`. Nothing is deleted.
         NotADirectoryError, FileNotFoundError: ``folder`` is no folder, or does not
             exist.
         OSError: A file cannot be deleted.
@@ -98,6 +107,7 @@ def keep_newest(folder: str | Path, count: int) -> list[Path]:
     if not path.exists():
         raise FileNotFoundError(f"keep_newest: there is no folder {path}")
     checkpoints = _checkpoints(path)
+    _check_order(checkpoints, count)
     needed = _with_bases(checkpoints[-count:], checkpoints)
     _sweep(path)
     deleted = []
@@ -114,6 +124,7 @@ class _Checkpoint:
 
     entry: Path
     info: CheckpointInfo  # Its path has no links.
+    saved_ns: int
 
 
 def _checkpoints(folder: Path) -> list[_Checkpoint]:
@@ -133,11 +144,27 @@ def _checkpoints(folder: Path) -> list[_Checkpoint]:
             continue  # it is being written or deleted
         if not (entry / METADATA).is_file():
             continue
-        checkpoints.append(_Checkpoint(entry, read_info(entry)))
-    checkpoints.sort(
-        key=lambda checkpoint: (checkpoint.info.step, checkpoint.entry.name)
-    )
+        saved_ns = when_saved_ns(entry / METADATA)
+        checkpoints.append(_Checkpoint(entry, read_info(entry), saved_ns))
+    checkpoints.sort(key=lambda checkpoint: (checkpoint.info.step, checkpoint.saved_ns))
     return checkpoints
+
+
+def _check_order(checkpoints: Sequence[_Checkpoint], count: int) -> None:
+    """Checks that none of the ``count`` newest checkpoints by their steps was saved
+    before one of the others.
+    """
+    others = checkpoints[:-count]
+    if not others:
+        return
+    oldest = min(checkpoints[-count:], key=lambda checkpoint: checkpoint.saved_ns)
+    latest = max(others, key=lambda checkpoint: checkpoint.saved_ns)
+    if latest.saved_ns > oldest.saved_ns:
+        raise CheckpointError(
+            f"{oldest.entry} has more steps than {latest.entry}, which was saved later:"
+            " pass the one that you mean to load_checkpoint, and delete the other one or"
+            " move it to another folder"
+        )
 
 
 def _with_bases(
