@@ -37,6 +37,10 @@ EPS = 1e-8
 CPU = torch.device("cpu")
 ID_BYTES = 8
 STATE_BYTES = 4
+MCH_LFU_BYTES = 24
+"""Managed collision: an id, its place and its count, all int64."""
+RECSTORE_ROW_BYTES = 105
+"""At most the bytes of a row of dim 16 in RecStore. The measured bytes are reported."""
 MCH_POLICIES = {
     "lfu": LFU_EvictionPolicy,
     "lru": LRU_EvictionPolicy,

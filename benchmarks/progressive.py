@@ -37,6 +37,8 @@ import torch
 from click_logs import ClickLog, criteo, games, movielens, stream
 from click_tables import (
     ID_BYTES,
+    MCH_LFU_BYTES,
+    RECSTORE_ROW_BYTES,
     ManagedCollision,
     Modulo,
     RecStoreTables,
@@ -61,8 +63,6 @@ DIM = 16
 SEEDS = (0, 1, 2)
 GROWTH = 2
 """A feature has at most this many times the distinct ids of the first part as rows."""
-MCH_LFU_BYTES = 24
-RECSTORE_ROW_BYTES = 105
 
 
 class Course(NamedTuple):

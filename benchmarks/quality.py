@@ -31,6 +31,8 @@ import torch
 from click_logs import ClickLog, criteo
 from click_tables import (
     ID_BYTES,
+    MCH_LFU_BYTES,
+    RECSTORE_ROW_BYTES,
     ManagedCollision,
     Modulo,
     QuotientRemainder,
@@ -58,10 +60,6 @@ BATCH = 512
 LAYERS = Layers([64], [128, 64])
 SEEDS = (0, 1, 2)
 BUDGETS_MB = (1.25, 2.5, 5.0, 10.0, 20.0)
-MCH_LFU_BYTES = 24
-"""Managed collision: an id, its place and its count, all int64."""
-RECSTORE_ROW_BYTES = 105
-"""At most the bytes of a row of dim 16 in RecStore. The measured bytes are reported."""
 LEAST_RECSTORE_ROWS = BATCH
 """RecStore needs room for all ids of a step."""
 

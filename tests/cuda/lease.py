@@ -113,22 +113,18 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return min(times)
 
 
-class _TimedKernels:
-    """Kernels whose calls are repeated and timed."""
+class _OnDevice:
+    """Kernels of a device that take and change tensors of the host."""
 
     def __init__(self, kernels: Any, device: torch.device) -> None:
         self._kernels = kernels
         self._device = device
-        self.seconds: dict[str, float] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._kernels, name)
-
         def call(*arguments: Any) -> Any:
-            on_device = [_moved(argument, self._device) for argument in arguments]
-            self.seconds[name] = _seconds(lambda: method(*on_device), self._device)
-            result = method(*on_device)
-            for argument, copy in zip(arguments, on_device, strict=True):
+            copies = [_moved(argument, self._device) for argument in arguments]
+            result = self._called(name, copies)
+            for argument, copy in zip(arguments, copies, strict=True):
                 if isinstance(argument, Tensor):
                     argument.copy_(copy)
             if isinstance(result, tuple):
@@ -136,6 +132,23 @@ class _TimedKernels:
             return result
 
         return call
+
+    def _called(self, name: str, arguments: list[Any]) -> Any:
+        """Calls a kernel on tensors of the device, and returns its result."""
+        return getattr(self._kernels, name)(*arguments)
+
+
+class _TimedKernels(_OnDevice):
+    """Kernels whose calls are repeated and timed."""
+
+    def __init__(self, kernels: Any, device: torch.device) -> None:
+        super().__init__(kernels, device)
+        self.seconds: dict[str, float] = {}
+
+    def _called(self, name: str, arguments: list[Any]) -> Any:
+        method = getattr(self._kernels, name)
+        self.seconds[name] = _seconds(lambda: method(*arguments), self._device)
+        return method(*arguments)
 
 
 def _moved(argument: Any, device: torch.device) -> Any:
@@ -238,29 +251,6 @@ def _reporting(base: Any, recorded: list[str]) -> Any:
                 recorded.append(line)
 
     return ReportingKernels()
-
-
-class _OnDevice:
-    """Kernels of a device that take and change tensors of the host."""
-
-    def __init__(self, kernels: Any, device: torch.device) -> None:
-        self._kernels = kernels
-        self._device = device
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._kernels, name)
-
-        def call(*arguments: Any) -> Any:
-            copies = [_moved(argument, self._device) for argument in arguments]
-            result = method(*copies)
-            for argument, copy in zip(arguments, copies, strict=True):
-                if isinstance(argument, Tensor):
-                    argument.copy_(copy)
-            if isinstance(result, tuple):
-                return tuple(tensor.cpu() for tensor in result)
-            return result
-
-        return call
 
 
 def _compare(case: Case, kernels: Any, device: torch.device) -> None:
