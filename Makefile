@@ -147,7 +147,7 @@ CPP_FILES = $(shell find benchmarks examples packaging service serving tests tor
 	-name build -prune -o \( -name '*.h' -o -name '*.inl' -o -name '*.cpp' \) -print)
 
 lint: build $(VENV)/.dev-requirements  ## ruff, clang-format and mypy --strict
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .  # the cache does not see that a folder has become a package
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	$(BIN)/mypy

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from common.command import DataError
-from common.processes import on_rank_0, progress_bar
 from rich.filesize import decimal
 from torch import nn
 from tqdm import tqdm
 
+from common.command import DataError
+from common.processes import on_rank_0, progress_bar
 from torchrec_recstore import (
     CheckpointInfo,
     load_checkpoint,

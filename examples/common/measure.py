@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common.report import ALL, PART_TITLES, since, total
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 
+from common.report import ALL, PART_TITLES, since, total
 from torchrec_recstore import TableStats
 
 AUC_SAMPLES = 2**20

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from common.command import DataError
 from tqdm import tqdm
+
+from common.command import DataError
 
 T = TypeVar("T")
 

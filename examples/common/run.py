@@ -36,6 +36,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from rich.filesize import decimal
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from common.checkpoints import CheckpointFolder
 from common.command import DataError
 from common.curves import CurveWriter, has_curves
@@ -52,10 +56,6 @@ from common.report import (
     write_whole,
 )
 from common.settings import RunSettings
-from rich.filesize import decimal
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
 from torchrec_recstore import CheckpointInfo, TableStats, table_stats
 from torchrec_recstore.checkpoint.files import FileLock, make_directory
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import typer
-from common.command import DataError, leave, prepare_torch
 
+from common.command import DataError, leave, prepare_torch
 from torchrec_recstore.commands.output import status_of
 from torchrec_recstore.option_flags import cold_store_of_flag, options_of_flags
 from torchrec_recstore.options import RedisStore, Servers, TableOptions

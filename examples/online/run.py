@@ -112,6 +112,7 @@ flags = settings_of_flags(Flags) if __name__ == "__main__" else None
 
 from common.report import check_file, console_for, write_json
 from common.run import locked_folder
+
 from online.clicks import LATE_S
 from online.page import live_windows
 from online.settings import FILE, Settings

@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from common.command import DataError
+
 from online.clicks import CLICK, Clicks
 from online.settings import Settings
-
 from torchrec_recstore.network import Backoff
 
 T = TypeVar("T")

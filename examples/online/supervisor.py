@@ -24,9 +24,9 @@ from typing import Any
 
 from common.command import DataError
 from common.report import write_whole
+
 from online.page import page
 from online.settings import Settings
-
 from torchrec_recstore_serving.publish.destinations import publications_at
 from torchrec_recstore_serving.publish.publications import FULL
 

@@ -18,12 +18,12 @@ from common.checkpoints import CheckpointFolder
 from common.processes import process_group
 from common.report import write_whole
 from common.run import sole_use
+from torch import nn
+
 from online.model import build, features_of
 from online.settings import Settings
 from online.streams import read_batch, stream_of
 from online.windows import Windows
-from torch import nn
-
 from torchrec_recstore import set_time, table_stats
 from torchrec_recstore.inference import (
     DeltaPublisher,

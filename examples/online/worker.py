@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common.command import leave, prepare_torch
-from online.settings import Settings
 
+from online.settings import Settings
 from torchrec_recstore.commands.output import errors_in_one_line, status_of
 
 
