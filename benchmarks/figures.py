@@ -133,6 +133,7 @@ def machine(cpu: str) -> str:
         cpu: The name of the processor, " x" and the number of its cores.
     """
     name, _, cores = cpu.rpartition(" x")
+    name = name.replace("(R)", "").partition(" Processor")[0]
     article = "an" if name[:1] in "AEIO" else "a"
     unit = "core" if cores == "1" else "cores"
     return f"{cores} {unit} of {article} {name}"
@@ -208,7 +209,9 @@ def _peer_result(peers: list[Row]) -> list[Cells]:
     figure = (
         "speed over TensorFlow Recommenders Addons: lookup; step with Adagrad; filling"
     )
-    on = f"{ours['ids']:,} ids of a table of {ours['rows']:,} rows of dim {ours['dim']}"
+    table = f"a table of {ours['rows']:,} rows of dim {ours['dim']}"
+    # The processor of this run is often not that of the other lines.
+    on = f"{ours['ids']:,} ids of {table}, on {machine(ours['cpu'])}"
     return [(figure, on, "; ".join(ratios))]
 
 
