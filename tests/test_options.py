@@ -24,6 +24,7 @@ from torchrec_recstore.options import (
     UniformInit,
     default_initializer,
     resident_rows,
+    shard_options,
 )
 
 EVERYTHING = TableOptions(
@@ -33,6 +34,7 @@ EVERYTHING = TableOptions(
     admission=MinFrequency(3, counter_bytes=2**12),
     cold_store=RocksDBStore("/cold"),
     left_ids=7,
+    device_rows=3,
 )
 
 
@@ -252,6 +254,26 @@ EVERYTHING = TableOptions(
             r"TableOptions\.left_ids must be an int, got float",
         ),
         (
+            lambda: TableOptions(device_rows=-1),
+            ValueError,
+            r"TableOptions\.device_rows must be at least 0, got -1",
+        ),
+        (
+            lambda: TableOptions(device_rows=2**31),
+            ValueError,
+            r"TableOptions\.device_rows must be at most 1073741824",
+        ),
+        (
+            lambda: TableOptions(device_rows=0.1),
+            TypeError,
+            r"TableOptions\.device_rows must be an int, got float",
+        ),
+        (
+            lambda: TableOptions(device_rows=5, servers=Servers(["h:1"])),
+            ValueError,
+            r"TableOptions\.device_rows cannot be used on servers, .* device_rows=0",
+        ),
+        (
             lambda: TableOptions(
                 max_rows=1, left_ids=5, cold_store=ServerStore("h:1", shared="a")
             ),
@@ -349,6 +371,24 @@ def test_a_bound_on_rows_is_a_bound_on_what_is_expected() -> None:
     assert resident_rows(TableOptions(max_rows=100), None) == 100
     assert resident_rows(TableOptions(max_rows=100, expected_rows=50), 2**40) == 50
     assert resident_rows(TableOptions(expected_rows=5000), 10) == 5000
+
+
+def test_shards_divide_rows_on_devices() -> None:
+    options = TableOptions(device_rows=7)
+    assert shard_options(options, None, "t").device_rows == 7
+    parts = [shard_options(options, (3, rank), "t").device_rows for rank in range(3)]
+    assert parts == [3, 3, 3]
+    unset = shard_options(TableOptions(max_rows=9), (2, 0), "t")
+    assert (unset.max_rows, unset.device_rows) == (5, None)
+    off = shard_options(TableOptions(device_rows=0, max_rows=9), (2, 0), "t")
+    assert (off.max_rows, off.device_rows) == (5, 0)
+
+
+def test_no_more_rows_are_on_a_device_than_in_memory() -> None:
+    options = TableOptions(max_rows=9, device_rows=100)
+    assert shard_options(options, None, "t").device_rows == 9
+    parts = [shard_options(options, (2, rank), "t").device_rows for rank in range(2)]
+    assert parts == [5, 4]
 
 
 def test_a_bound_does_not_change_what_is_learned() -> None:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from torchrec_recstore.display import set_fields
 from torchrec_recstore.network import check_token, checked_addresses
+from torchrec_recstore.utils import ceil_div
 
 __all__ = [
     "LFU",
@@ -42,6 +43,8 @@ MAX_LEFT_IDS = 2**30
 LEFT_ID_BYTES = 24
 """The bytes of each id in a full record of ``left_ids`` (csrc/snapshot/departures.h).
 """
+MAX_DEVICE_ROWS = 2**30
+"""The largest number of rows that :class:`TableOptions` allows as ``device_rows``."""
 NONFINITE = ("pass", "skip", "raise")
 """The values of ``TableOptions.nonfinite``, in the order of csrc/rows/config.h."""
 
@@ -592,6 +595,13 @@ class TableOptions:
         left_ids: The number of ids that each shard can record of rows that leave the
             table, for ``left_ids``. The record takes up to 24 bytes for each of these
             ids. Default: None, which means that nothing is recorded.
+        device_rows: The number of rows, over all ranks, that are also in the memory of
+            the accelerator that the model is on, where they are looked up and updated.
+            Frequent rows stay there. If the table is sharded by rows, each shard has an
+            equal part. The host has all rows, as without this option, and the results
+            are the same, to the bit. A model on the CPU ignores the option, and
+            checkpoints do not contain it. Default: None, which means the number that
+            ``RecStorePlanner`` has chosen, and 0 without its choice.
 
     Raises:
         TypeError, ValueError: A field is invalid. The message names the field.
@@ -613,6 +623,7 @@ class TableOptions:
     servers: Servers | None = None
     frozen: bool = field(default=False, metadata={"since": "0.2.0"})
     left_ids: int | None = field(default=None, metadata={"since": "0.3.0"})
+    device_rows: int | None = field(default=None, metadata={"since": "0.3.0"})
 
     __repr__ = set_fields
 
@@ -637,6 +648,8 @@ class TableOptions:
             )
         if self.left_ids is not None:
             check_int("TableOptions.left_ids", self.left_ids, 1, MAX_LEFT_IDS)
+        if self.device_rows is not None:
+            check_int("TableOptions.device_rows", self.device_rows, 0, MAX_DEVICE_ROWS)
         check_shared_rows(self)
         if not isinstance(self.cold_store, Hashable):
             raise TypeError(
@@ -724,24 +737,36 @@ def not_on_servers(options: TableOptions) -> str | None:
             "left_ids cannot be used on servers, which keep no record of the rows that"
             " leave: leave it out"
         )
+    if options.device_rows:
+        return (
+            "device_rows cannot be used on servers, whose rows are in the memory of"
+            " their hosts: use device_rows=0"
+        )
     return None
 
 
 def shard_options(
     options: TableOptions, split: tuple[int, int] | None, table_name: str
 ) -> TableOptions:
-    """Returns the options of one shard, with its part of ``max_rows``.
+    """Returns the options of one shard, with its part of ``max_rows`` and
+    ``device_rows``.
 
     ``split`` is the number of ranks among which the table's rows are split, and the
     index of this rank among them; None if they are not split. All parts are equal, but
     the first shards have one row more if ``max_rows`` cannot be divided evenly. Column
     shards of one row shard hold the same rows, so each has the row shard's whole part.
+    The parts of ``device_rows`` are rounded up, and at most ``max_rows``.
+
     Raises ValueError, which names the table, if ``max_rows`` is less than the number of
     shards.
     """
-    if split is None or options.max_rows is None:
-        return options
+    if split is None:
+        return _with_fewer_device_rows(options)
     ranks, rank = split
+    if options.device_rows is not None:
+        options = replace(options, device_rows=ceil_div(options.device_rows, ranks))
+    if options.max_rows is None:
+        return options
     rows, shards_with_one_more = divmod(options.max_rows, ranks)
     if rows == 0:
         raise ValueError(
@@ -751,7 +776,14 @@ def shard_options(
         )
     if rank < shards_with_one_more:
         rows += 1
-    return replace(options, max_rows=rows)
+    return _with_fewer_device_rows(replace(options, max_rows=rows))
+
+
+def _with_fewer_device_rows(options: TableOptions) -> TableOptions:
+    """Returns the options with at most ``max_rows`` device rows."""
+    if options.max_rows is None or options.device_rows is None:
+        return options
+    return replace(options, device_rows=min(options.device_rows, options.max_rows))
 
 
 def resident_rows(options: TableOptions, num_embeddings: int | None) -> int:

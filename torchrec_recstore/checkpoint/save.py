@@ -242,7 +242,9 @@ class _Save:
         """
         # Where rows are kept, and whether this model trains them, are no properties of
         # the rows.
-        options = replace(table.state.options, cold_store=None, frozen=False)
+        options = replace(
+            table.state.options, cold_store=None, frozen=False, device_rows=None
+        )
         self._shards[table.name] = []
         for number, shard in enumerate(table.shards):
             snapshot = shard.table.snapshot(None if marks is None else marks[number])

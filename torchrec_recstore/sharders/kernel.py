@@ -176,7 +176,9 @@ def _remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> Remote
     assert servers is not None
     client = plugin("client")(servers)
     # Other models may train the table that this one only reads.
-    server_options = replace(options, servers=None, frozen=False)
+    server_options = replace(
+        options, servers=None, frozen=False, device_rows=None
+    )
     table: RemoteTable = client.table(
         carried_options(config.fused_params).row_name or config.name,
         (config.num_embeddings, config.embedding_dim),
