@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +56,19 @@ DIM = 8
 SMALL = 60
 META = torch.device("meta")
 Found = dict[str, Any]
+
+_device_rows: list[int] = []
+"""The ``device_rows`` of the tables of sharded models, if it is not empty."""
+
+
+@contextmanager
+def device_rows(rows: int) -> Iterator[None]:
+    """The tables of sharded models have this number of rows on the device."""
+    _device_rows.append(rows)
+    try:
+        yield
+    finally:
+        _device_rows.clear()
 
 
 def bag_tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
@@ -111,9 +126,11 @@ def sharded(
             RecStoreSharder(fused_params=params)
         ),
     ]
+    options = options or TableOptions()
+    if _device_rows:
+        options = replace(options, device_rows=_device_rows[0])
     constraints = {
-        name: RecStoreConstraints(options=options or TableOptions())
-        for name in ("t_user", "t_item")
+        name: RecStoreConstraints(options=options) for name in ("t_user", "t_item")
     }
     planner = RecStorePlanner(
         topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints

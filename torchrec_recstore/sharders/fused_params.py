@@ -163,7 +163,8 @@ _ELSEWHERE = "that fused_params or apply_optimizer_in_backward ask for"
 class CarriedOptions:
     """A table's options in its ``fused_params``.
 
-    All objects with the same ``servers`` and ``frozen`` are equal.
+    All objects are equal whose ``servers`` and ``frozen`` are, and which have
+    ``device_rows`` or have none.
 
     TorchRec's ``group_tables`` (torchrec 1.8.0) places tables in one kernel, which
     saves a pass over the batch, if their ``fused_params`` are equal. Never read the
@@ -180,9 +181,10 @@ class CarriedOptions:
         return hash((CarriedOptions, *self._of_group))
 
     @property
-    def _of_group(self) -> tuple[Servers | None, bool]:
+    def _of_group(self) -> tuple[Servers | None, bool, bool]:
         """The options that all tables of a kernel have in common."""
-        return self.options.servers, self.options.frozen
+        has_device_rows = bool(self.options.device_rows)
+        return self.options.servers, self.options.frozen, has_device_rows
 
 
 def carried_options(fused_params: Mapping[str, Any] | None) -> CarriedOptions:

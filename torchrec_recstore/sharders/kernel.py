@@ -45,6 +45,7 @@ from torchrec_recstore.kernels.device_copies import (
     to_host,
     weights_to_host,
 )
+from torchrec_recstore.kernels.device_placement import put_asked_rows_on_device
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
 from torchrec_recstore.plugins import plugin
@@ -176,9 +177,7 @@ def _remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> Remote
     assert servers is not None
     client = plugin("client")(servers)
     # Other models may train the table that this one only reads.
-    server_options = replace(
-        options, servers=None, frozen=False, device_rows=None
-    )
+    server_options = replace(options, servers=None, frozen=False, device_rows=None)
     table: RemoteTable = client.table(
         carried_options(config.fused_params).row_name or config.name,
         (config.num_embeddings, config.embedding_dim),
@@ -617,7 +616,8 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 class RecStorePooledKernel(RecStoreKernel):
     """A kernel for pooled lookups.
 
-    It returns sums for mean pooling if ``sharding_type`` splits rows.
+    It returns sums for mean pooling if ``sharding_type`` splits rows. ``device`` is
+    that of the model; None is the CPU.
     """
 
     def __init__(
@@ -626,6 +626,7 @@ class RecStorePooledKernel(RecStoreKernel):
         sharding_type: ShardingType | None = None,
         split: tuple[int, int] | None = None,
         shard: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(config, split, shard)
         self._group: PooledGroup
@@ -648,6 +649,7 @@ class RecStorePooledKernel(RecStoreKernel):
                 pooling,
                 **self._group_arguments(),
             )
+            put_asked_rows_on_device(self._group, self.tables, device)
         self._group.learning_rate = self._optim.learning_rate
         self._group.frozen = self.frozen
 
@@ -680,13 +682,17 @@ class RecStorePooledKernel(RecStoreKernel):
 
 
 class RecStoreSequenceKernel(RecStoreKernel):
-    """A kernel for lookups of the row of each id."""
+    """A kernel for lookups of the row of each id.
+
+    See :class:`RecStorePooledKernel` for ``device``.
+    """
 
     def __init__(
         self,
         config: GroupedEmbeddingConfig,
         split: tuple[int, int] | None = None,
         shard: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(config, split, shard)
         self._group: SequenceGroup
@@ -697,6 +703,7 @@ class RecStoreSequenceKernel(RecStoreKernel):
             )
         else:
             self._group = SequenceGroup(self.tables, **self._group_arguments())
+            put_asked_rows_on_device(self._group, self.tables, device)
         self._group.learning_rate = self._optim.learning_rate
         self._group.frozen = self.frozen
 

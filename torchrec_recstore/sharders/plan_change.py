@@ -6,7 +6,7 @@ Tests: tests/distributed/test_reshard.py, tests/distributed/test_reshard_one_ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -381,7 +381,12 @@ def _layout(
 ) -> list[tuple[range, TableOptions, BlockRouting | None]]:
     """Returns what determines the rows of each of this rank's shards."""
     return [
-        (shard.table.columns, shard.table.options, shard.routing)
+        (
+            shard.table.columns,
+            # The host has all rows of any number on a device.
+            replace(shard.table.options, device_rows=None),
+            shard.routing,
+        )
         for shard in state.shards
     ]
 

@@ -65,6 +65,7 @@ class RecStoreShardingKernels(ShardingKernelsSeams):
         # TorchRec's constructor makes the kernels, which need these attributes.
         self._split = row_split(sharding, type_name)
         self._rank = env.rank
+        self._rows_device = device
         self._groups_of_all_ranks = grouped_configs_of_all_ranks(sharding)
         super().__init__(
             grouped_configs=grouped_configs(sharding),
@@ -190,11 +191,15 @@ class RecStorePooledShardingKernels(
         super().__init__(sharding, type_name, device, sharding_type=self._pools_as)
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
-        return RecStorePooledKernel(config, self._pools_as, self._split, self._rank)
+        return RecStorePooledKernel(
+            config, self._pools_as, self._split, self._rank, self._rows_device
+        )
 
 
 class RecStoreSequenceShardingKernels(RecStoreShardingKernels, GroupedEmbeddingsLookup):  # type: ignore[misc]
     """The kernels of one sharding of an embedding collection."""
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
-        return RecStoreSequenceKernel(config, self._split, self._rank)
+        return RecStoreSequenceKernel(
+            config, self._split, self._rank, self._rows_device
+        )

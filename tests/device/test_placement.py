@@ -1,0 +1,110 @@
+"""Sharded models whose tables have rows on the simulated device: results equal to the
+bit to those on the CPU, and refusals by name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.utils.backend_registration
+
+from tests.device import scenarios, simulated, steps, streams
+from tests.device.test_device import same
+from torchrec_recstore import TableStats
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(
+        torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"
+    ),
+    reason="this torch has no devices in Python",
+)
+
+ROWS = 14
+"""The rows of a table on the device. Some batches need more of a table."""
+EQUAL = [
+    "sum",
+    "mean",
+    "weighted",
+    "half_outputs",
+    "feature_processors",
+    "variable_batches",
+    "checkpoints",
+    "pipelines",
+]
+ON_HOST = ["feature_processors", "variable_batches"]
+"""The scenarios in which every pass takes the way of the host."""
+REFUSED = {
+    "sequences": "table 't_user': .* without pooling; use device_rows=0",
+    "bounds": "table 't_user': .*cold_store",
+    "schedules": "tables t_user.*accumulation_steps=1",
+}
+
+
+def run(path: str) -> None:
+    """Runs scenarios on the CPU, and on the device with rows there."""
+    device = simulated.register()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found: dict[str, Any] = {}
+    for name in EQUAL:
+        scenario = steps.SCENARIOS[name]
+        on_cpu = scenario(torch.device("cpu"))
+        streams.order.clear()
+        with scenarios.device_rows(ROWS):
+            on_device = scenario(device)
+        updates = [entry for entry in streams.order if entry[1] == "rows.update"]
+        found[name] = (on_cpu, on_device, len(updates))
+    for name in REFUSED:
+        try:
+            with scenarios.device_rows(ROWS):
+                steps.SCENARIOS[name](device)
+            found[name] = "nothing"
+        except ValueError as error:
+            found[name] = str(error)
+    torch.save(found, path)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("placement") / "found"
+    process = mp.get_context("spawn").Process(target=run, args=(str(path),))
+    process.start()
+    process.join(280)
+    assert process.exitcode == 0
+    return load(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(path, weights_only=False)
+    return loaded
+
+
+def without_bytes(value: Any) -> Any:
+    """A value without the memory of device slots, which the CPU does not have."""
+    if isinstance(value, TableStats):
+        return replace(value, bytes=0)
+    if isinstance(value, dict):
+        return {key: without_bytes(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_bytes(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_results_are_those_of_the_cpu(name: str, found: dict[str, Any]) -> None:
+    on_cpu, on_device, updates = found[name]
+    assert same(without_bytes(on_cpu), without_bytes(on_device))
+    assert bool(updates) is (name not in ON_HOST)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_on_a_device_is_refused_by_name(
+    name: str, found: dict[str, Any]
+) -> None:
+    assert re.search(REFUSED[name], found[name])
