@@ -32,7 +32,6 @@ from torchrec.optim.fused import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_recstore import ops
 from torchrec_recstore.kernels import (
     BlockRouting,
     PooledGroup,
@@ -325,11 +324,9 @@ class BackwardOptimizer(FusedOptimizer):  # type: ignore[misc]
 
         Adam and LAMB count the updates, as FBGEMM's kernels do.
         """
-        ops.finish_updates()
         for state in self.state.values():
             for shard in state["rows"].shards:
-                with ops.native_errors(f"table {shard.table.name!r}"):
-                    ops.table_set_optimizer_steps(shard.table.handle, step)
+                shard.table.set_optimizer_steps(step)
 
 
 class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]

@@ -16,7 +16,6 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
-from torchrec_recstore import ops
 from torchrec_recstore.modules.table_module import (
     rows_not_loaded,
     warn_of_rows_on_servers,
@@ -344,9 +343,7 @@ def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
         new_ids = source.ids[owned_positions(shard, source.ids)]
         shard.table.remove(shard.table.ids())
         shard.table.insert_all(new_ids, rows)
-        ops.finish_updates()
-        with ops.native_errors(f"table {shard.table.name!r}"):
-            ops.table_set_optimizer_steps(shard.table.handle, 0)
+        shard.table.set_optimizer_steps(0)
 
 
 @dataclass(eq=False, repr=False)

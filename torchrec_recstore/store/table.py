@@ -880,6 +880,12 @@ class Table(AbstractContextManager["Table"]):
         with ops.native_errors(self._label):
             return ops.table_optimizer_steps(self.handle)
 
+    def set_optimizer_steps(self, steps: int) -> None:
+        """Sets :attr:`optimizer_steps`, at least 0."""
+        ops.finish_updates()
+        with ops.native_errors(self._label):
+            ops.table_set_optimizer_steps(self.handle, steps)
+
     @property
     def steps(self) -> int:
         """The number of training lookups so far.

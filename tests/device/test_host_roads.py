@@ -1,0 +1,67 @@
+"""Whatever reads or replaces rows on the host gets those of the device: the results are
+those of the CPU, to the bit, and they are not if tables do not settle first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.utils.backend_registration
+
+from tests.device import host_roads, scenarios, simulated, streams
+from tests.device.test_device import same
+from tests.device.test_placement import ROWS, load, without_bytes
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(
+        torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"
+    ),
+    reason="this torch has no devices in Python",
+)
+
+ALONE = ["evaluated"]
+"""The roads on which a table is not called: the group brings rows up to date."""
+
+
+def run(path: str) -> None:
+    """Takes each road on the CPU, on the device, and there without bringing the host's
+    rows up to date.
+    """
+    device = simulated.register()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found: dict[str, Any] = {}
+    for name in host_roads.ROADS:
+        on_cpu = host_roads.program(name, torch.device("cpu"))
+        with scenarios.device_rows(ROWS):
+            streams.order.clear()
+            on_device = host_roads.program(name, device)
+            updates = [entry for entry in streams.order if entry[1] == "rows.update"]
+            unsettled: Any = None
+            if name not in ALONE:
+                unsettled = host_roads.program(name, device, settles=False)
+        found[name] = (on_cpu, on_device, unsettled, len(updates))
+    torch.save(found, path)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("roads") / "found"
+    process = mp.get_context("spawn").Process(target=run, args=(str(path),))
+    process.start()
+    process.join(280)
+    assert process.exitcode == 0
+    return load(Path(path))
+
+
+@pytest.mark.parametrize("name", host_roads.ROADS)
+def test_the_host_has_the_rows_of_the_device(name: str, found: dict[str, Any]) -> None:
+    on_cpu, on_device, unsettled, updates = found[name]
+    assert updates
+    assert same(without_bytes(on_cpu), without_bytes(on_device))
+    if name not in ALONE:
+        assert not same(without_bytes(on_cpu), without_bytes(unsettled))
