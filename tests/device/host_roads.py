@@ -16,9 +16,12 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
+from torchrec.distributed.model_tracker.types import TrackingMode
 from torchrec.distributed.planner import Topology
 
 from tests.device.scenarios import META, Found, bag_tables, batches, host, sharded
+from tests.device.steps import build
 from torchrec_recstore import (
     RecStoreConstraints,
     RecStorePlanner,
@@ -222,6 +225,20 @@ def evaluated(model: Model, device: torch.device) -> Found:
     return {"seen": seen, "out": train(model, device, STEPS)}
 
 
+def delta_tracker(model: Model, device: torch.device) -> Found:
+    """TorchRec's tracker of ids reads the optimizer's states of the rows."""
+    tracked, _ = build(device, optimizer=EmbOptimType.ADAM)
+    # DistributedModelParallel makes it only for a module in DistributedDataParallel.
+    tracker = ModelDeltaTrackerTrec(tracked, mode=TrackingMode.MOMENTUM_LAST)
+    for features in small_batches(STEPS, device):
+        tracked(features)[0].backward()
+    # TorchRec makes the ids distinct with an operator that the device does not have.
+    return {
+        name: [[host(lookup.ids), host(lookup.states)] for lookup in lookups]
+        for name, lookups in tracker.store.per_fqn_lookups.items()
+    }
+
+
 ROADS: dict[str, Callable[[Model, torch.device], Found]] = {
     "state_dicts": state_dicts,
     "full_checkpoint": full_checkpoint,
@@ -245,6 +262,7 @@ ROADS: dict[str, Callable[[Model, torch.device], Found]] = {
     ),
     "replaced_rows": replaced_rows,
     "evaluated": evaluated,
+    "delta_tracker": delta_tracker,
 }
 """What is done with a model that has been trained."""
 
