@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 Checkpoint = Annotated[Path, argument("DIR", "Directory of a checkpoint.")]
 _INSPECTED = (
-    "Directory of a checkpoint, of the checkpoints of a run or of cold stores, or an"
-    " exported file."
+    "Directory of a checkpoint, of the checkpoints of a run, of cold stores or of"
+    " publications, or an exported file."
 )
 
 
@@ -67,15 +68,15 @@ def inspect(
             metavar="FILE",
             help=(
                 "File with the secret key that must have signed the exported model, the"
-                " delta or the package."
+                " delta, the package or the publications."
             ),
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the contents of a checkpoint, of an exported model or of an exported delta,
-    and verify all checksums.
+    """Show the contents of a checkpoint, of an exported model, of an exported delta or
+    of the publications of a model, and verify all checksums.
 
     If a checkpoint is a delta, the checkpoints that it is based on are verified too.
     The checkpoints of a run are listed, and their files are not read. Cold stores on an
@@ -87,14 +88,18 @@ def inspect(
     Exit status: 0, or 2 if a file is damaged or missing. One line on stderr then names
     the file.
     """
-    if key is not None and not (path.is_file() and verify):
+    is_published = (path / "latest.json").is_file()
+    if key is not None and not ((path.is_file() or is_published) and verify):
         with errors_in_one_line():
             raise ValueError(
-                "--key needs the file of an exported model, a delta or a package, and"
-                " no --no-verify"
+                "--key needs the file of an exported model, a delta or a package, or the"
+                " directory of publications, and no --no-verify"
             )
     if path.is_file():
         _inspect_served_file(path, verify, key, as_json)
+        return
+    if is_published:
+        _inspect_publications(path, verify, key, as_json)
         return
     from torchrec_recstore.checkpoint.compare import nonfinite_rows
     from torchrec_recstore.checkpoint.info import METADATA, read_chain, read_info
@@ -188,23 +193,68 @@ def _inspect_served_file(
 ) -> None:
     with errors_in_one_line(), missing_in_one_line():
         serving = plugin("serving")
+        rows_file = path.with_suffix(".safetensors")
+        is_program = serving.is_program(path)
         if verify:
             serving.verify(path, key=key)
-        contents = {**serving.described(path), "verified": verify}
+            if is_program:
+                serving.verify(rows_file, key=key)
+        if is_program:
+            contents = serving.described_full(path, rows_file)
+        else:
+            contents = serving.described(path)
+        contents["verified"] = verify
     if as_json:
         print_json(contents)
         return
+    _print_served(contents, key)
+
+
+_PRINTED_APART = ("tables", "dense", "bytes", "verified", "publications", "time")
+
+
+def _print_served(contents: dict[str, Any], key: Path | None) -> None:
+    """Prints what an exported file, or the newest of several publications, has."""
     for name, value in contents.items():
-        if name not in ("tables", "dense", "bytes", "verified"):
+        if name not in _PRINTED_APART:
             print_line(f"{name:<15} {value}")
     if "dense" in contents:
         print_line(f"dense tensors   {len(contents['dense'])}")
     print_line(f"size            {decimal(contents['bytes'])}")
     if "tables" in contents:
         _print_served_tables(contents["tables"])
-    print_line(f"checksum        {'good' if verify else 'not verified'}")
+    print_line(f"checksum        {'good' if contents['verified'] else 'not verified'}")
     if key is not None:
         print_line(f"signature       good, of {key}")
+
+
+def _inspect_publications(
+    path: Path, verify: bool, key: Path | None, as_json: bool
+) -> None:
+    with errors_in_one_line(), missing_in_one_line():
+        serving = plugin("serving")
+        contents = serving.described_publications(path, verified=verify, key=key)
+        contents["verified"] = verify
+    if as_json:
+        print_json(contents)
+        return
+    rows = []
+    for publication in contents["publications"]:
+        time = datetime.fromtimestamp(publication["time"], timezone.utc)
+        changes = [publication["changed"], publication["removed"]]
+        rows.append(
+            [
+                str(publication["number"]),
+                time.strftime("%Y-%m-%d %H:%M:%S"),
+                "yes" if publication["full"] else "",
+                *("" if count is None else f"{count:,}" for count in changes),
+                decimal(publication["bytes"]),
+                publication["version"],
+            ]
+        )
+    columns = ["number", "time (UTC)", "full", "changed", "removed", "bytes", "version"]
+    print_table(columns, rows)
+    _print_served(contents, key)
 
 
 def _print_served_tables(tables: dict[str, dict[str, int]]) -> None:
