@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -12,16 +13,19 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
+from typer.testing import CliRunner
 
 from tests.distributed.workers import run_on_ranks
 from torchrec_recstore import (
     CheckpointError,
+    RecStoreWarning,
     compact_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from torchrec_recstore.checkpoint import fold, writer
 from torchrec_recstore.checkpoint.destination import Destination
+from torchrec_recstore.cli import app
 from torchrec_recstore.store import Table
 
 from . import models
@@ -43,6 +47,37 @@ def assert_equal_shards(one: Shards, other: Shards) -> None:
         assert columns == other_columns
         assert torch.equal(ids, other_ids)
         assert all(torch.equal(rows[key], other_rows[key]) for key in rows)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_folded_rows_that_are_not_finite_are_named(
+    tmp_path: Path, small_parts: None
+) -> None:
+    model = models.recstore()
+    models.train(model)
+    save_checkpoint(model, tmp_path / "full")
+    table = tables_of(model)["user"]
+    ids = table.ids()[[0, 3, 7]]
+    weights = table.lookup(ids)
+    weights[0, 1] = torch.nan
+    weights[2, 0] = -torch.inf
+    table.insert(ids, weights)
+    with pytest.warns(RecStoreWarning, match="2 of the saved rows"):
+        save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "full")
+    with pytest.warns(RecStoreWarning) as caught:
+        compact_checkpoint(tmp_path / "delta", tmp_path / "folded")
+    (warning,) = caught
+    text = "table 'user': 2 of the saved rows have NaN or infinity"
+    assert str(warning.message).startswith(text)
+    assert warning.filename == __file__
+    command = ["compact", str(tmp_path / "delta"), str(tmp_path / "by command")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    assert result.stderr.startswith(f"warning: {text}")
+    assert result.stderr.count("\n") == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecStoreWarning)
+        compact_checkpoint(tmp_path / "full", tmp_path / "finite")
 
 
 def files_in(directory: Path) -> dict[str, bytes]:

@@ -351,3 +351,17 @@ def test_generated_code_is_that_of_the_protocol(
         assert file.read_text() == (root / protocol).with_name(file.name).read_text(), (
             f"{file.name}: run make proto"
         )
+
+
+def test_a_server_names_saved_rows_that_are_not_finite_on_stderr(
+    own_server: RecStoreServer,
+) -> None:
+    with RecStoreClient([own_server.address]) as client:
+        client.init_data("t", (100, 4), torch.float32)
+        rows = torch.ones(3, 4)
+        rows[1, 2] = torch.inf
+        client.push("t", torch.arange(3), rows)
+        client.save("monday")
+        client.save("tuesday")
+    text = "table 't': 1 of the saved rows have NaN or infinity"
+    assert own_server.stderr.count(text) == 1

@@ -13,7 +13,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns, together
+from torchrec_recstore.checkpoint.fold import (
+    FoldedTable,
+    common_columns,
+    count_nonfinite,
+    together,
+)
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo
 from torchrec_recstore.checkpoint.reader import saved_state
 from torchrec_recstore.encoding import encode
@@ -181,10 +186,8 @@ def nonfinite_rows(chain: Sequence[CheckpointInfo], name: str) -> int:
     """
     count = 0
     for parts in FoldedTable(chain, name):
-        is_finite = torch.ones(len(_ids(parts)), dtype=torch.bool)
-        for part in parts:
-            is_finite &= part.is_finite()
-        count += int((~is_finite).sum())
+        if parts:
+            count += count_nonfinite(parts)
     return count
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +31,12 @@ from torchrec_recstore.checkpoint.info import (
     read_chain,
 )
 from torchrec_recstore.checkpoint.reader import Block, blocks_by_rank, listed_ids
-from torchrec_recstore.checkpoint.writer import PartWriter, finish, part_rows
+from torchrec_recstore.checkpoint.writer import (
+    PartWriter,
+    finish,
+    part_rows,
+    warn_of_nonfinite,
+)
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.store import Part
@@ -312,6 +318,8 @@ def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
 
     The full checkpoint loads to the same bits.
 
+    A ``RecStoreWarning`` names each table with rows that are not finite.
+
     The function needs no model, no process group and no memory for a table. The
     checkpoints of the chain are not changed. A model that has saved or loaded the chain
     must load ``output`` before it can save deltas of ``output``.
@@ -361,9 +369,10 @@ def compact_chain(
     writer = PartWriter(staging, rank=0)
     newest = chain[-1]
     tables = {}
+    nonfinite: Counter[str] = Counter()
     try:
         for name in newest.tables:
-            tables[name] = _compact_table(chain, name, writer, on_rows)
+            tables[name] = _compact_table(chain, name, writer, on_rows, nonfinite)
     finally:
         files = writer.close()
     copied = [DENSE, TRAINING_STATE]
@@ -380,7 +389,10 @@ def compact_chain(
         files=files,
         delta_of=None,
     )
-    return finish(destination, info, encode(newest.training_state, {}))
+    compacted = finish(destination, info, encode(newest.training_state, {}))
+    for name, count in nonfinite.items():
+        warn_of_nonfinite(name, count)
+    return compacted
 
 
 def _compact_table(
@@ -388,13 +400,20 @@ def _compact_table(
     name: str,
     writer: PartWriter,
     on_rows: Callable[[int], object],
+    nonfinite: Counter[str],
 ) -> TableInfo:
+    """Writes the rows of a table, and adds those that are not finite to
+    ``nonfinite``.
+    """
     table = chain[-1].tables[name]
     folded = FoldedTable(chain, name)
     parts: list[PartInfo] = []
     size = part_rows(table.dim, getattr(torch, table.dtype), table.optimizer)
     for number, shards in enumerate(_resized(folded, size)):
         parts += [writer.part(name, number, part) for part in shards]
+        nonfinite_count = count_nonfinite(shards)
+        if nonfinite_count:
+            nonfinite[name] += nonfinite_count
         on_rows(len(shards[0]))
     return replace(
         table,
@@ -403,6 +422,18 @@ def _compact_table(
         removal="left",
         removed=(),
     )
+
+
+def count_nonfinite(parts: Sequence[Part]) -> int:
+    """Returns how many rows have a weight or state that is not finite.
+
+    Args:
+        parts: The same rows in each range of columns. At least one part.
+    """
+    is_finite = parts[0].is_finite()
+    for part in parts[1:]:
+        is_finite &= part.is_finite()
+    return int((~is_finite).sum())
 
 
 def _resized(folded: FoldedTable, size: int) -> Iterator[list[Part]]:

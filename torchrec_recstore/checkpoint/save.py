@@ -33,6 +33,7 @@ from torchrec_recstore.checkpoint.writer import (
     SavedShard,
     finish,
     reporting,
+    warn_of_nonfinite,
     write_shard,
 )
 from torchrec_recstore.encoding import encode
@@ -48,7 +49,6 @@ from torchrec_recstore.sharders.model_tables import (
 )
 from torchrec_recstore.store import TableState
 from torchrec_recstore.store.table import check_applied
-from torchrec_recstore.utils import warn_user
 
 # By the model's process group: the same ranks with a group that only writing threads
 # use.
@@ -376,12 +376,7 @@ class _Save:
             count = rows_of_tables.get(table.name, 0)
             if count and table.config_name not in warned_tables:
                 warned_tables.add(table.config_name)
-                warn_user(
-                    f"table {table.name!r}: {count:,} of the saved rows have NaN or"
-                    " infinity, and so have their lookups: go back to a checkpoint"
-                    ' without them, and set TableOptions(nonfinite="skip"), which'
-                    " leaves a row as it is when its gradient is not finite"
-                )
+                warn_of_nonfinite(table.name, count)
 
     def _write_files(self, staging: Path) -> _RankFiles:
         writer = PartWriter(staging, self.env.rank, polite=self._polite)

@@ -28,6 +28,7 @@ from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.store import Part, Snapshot, Table, TableState
 from torchrec_recstore.store.parts import PART_BYTES, rows_in
+from torchrec_recstore.utils import warn_user
 
 Progress = Callable[[int, int], object]
 """A callback with two arguments: the number of rows that are done, and the number of
@@ -58,6 +59,16 @@ def reporting(progress: Progress | None, total: int) -> Callable[[int], object]:
             progress(done, total)
 
     return add
+
+
+def warn_of_nonfinite(name: str, count: int) -> None:
+    """Warns that a number of saved rows of a table are not finite."""
+    warn_user(
+        f"table {name!r}: {count:,} of the saved rows have NaN or infinity, and so have"
+        " their lookups: go back to a checkpoint without them, and set"
+        ' TableOptions(nonfinite="skip"), which leaves a row as it is when its gradient'
+        " is not finite"
+    )
 
 
 class PartWriter:

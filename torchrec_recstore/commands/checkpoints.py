@@ -21,6 +21,7 @@ from torchrec_recstore.commands.output import (
     print_json,
     print_line,
     print_table,
+    warnings_in_one_line,
 )
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.scripts import missing_in_one_line
@@ -494,7 +495,10 @@ def compact(
 
     with errors_in_one_line(), folding(checkpoint, output) as (chain, destination):
         _verify(chain)
-        with progress("folding", _rows_of(chain[-1:])) as advance:
+        with (
+            warnings_in_one_line(),
+            progress("folding", _rows_of(chain[-1:])) as advance,
+        ):
             info = compact_chain(chain, destination, advance)
     rows = _rows_of([info])
     if as_json:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_recstore.utils import StorageError
+from torchrec_recstore.utils import RecStoreWarning, StorageError
 
 _Value = TypeVar("_Value")
 
@@ -52,6 +53,17 @@ def errors_in_one_line() -> Iterator[None]:
                 message = f"{error.filename}: {message}"
         print_error(message)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Prints each warning of this package as one line on stderr, and no other one."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        if issubclass(warning.category, RecStoreWarning):
+            print(f"warning: {warning.message}", file=sys.stderr)
 
 
 def status_of(app: Callable[[], object]) -> int:

@@ -19,7 +19,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
 from torchrec_recstore.checkpoint.warm_start import WarmStart
-from torchrec_recstore.checkpoint.writer import SavedShard
+from torchrec_recstore.checkpoint.writer import SavedShard, warn_of_nonfinite
 from torchrec_recstore.row_types import value_dtype, values
 from torchrec_recstore.store import Table, TableStats
 from torchrec_recstore.store.parts import Owned
@@ -388,7 +388,8 @@ class HostedTables:
 
         On each server, the tables are saved as of one moment.
 
-        The tables can be used during the save.
+        The tables can be used during the save. A ``RecStoreWarning`` names each table
+        with rows that are not finite, once for each table.
 
         ``training_state`` has further values of the checkpoint's training state. ``begun`` is
         called at that moment, while no call reads or changes a table.
@@ -406,7 +407,11 @@ class HostedTables:
                 with ExitStack() as snapshots:
                     shards = self._snapshots(saved, snapshots, begun)
                     specs = {name: hosted.spec for name, hosted in saved.items()}
-                    write_tables(shards, specs, destination, training_state)
+                    nonfinite = write_tables(shards, specs, destination, training_state)
+                for name, count in nonfinite.items():
+                    if not saved[name].nonfinite_named:
+                        saved[name].nonfinite_named = True
+                        warn_of_nonfinite(name, count)
             finally:
                 for hosted in saved.values():
                     if hosted.dropped:

@@ -39,7 +39,7 @@ def write_tables(
     specs: Mapping[str, TableSpec],
     destination: Destination,
     training_state: Mapping[str, Any] | None = None,
-) -> CheckpointInfo:
+) -> dict[str, int]:
     """Writes a checkpoint from snapshots of tables, with low priority, while the tables
     stay in use.
 
@@ -48,6 +48,9 @@ def write_tables(
         specs: The specification of each table, by table name.
         destination: The destination of the checkpoint.
         training_state: Further values of the training state. Default: None.
+
+    Returns:
+        The number of saved rows that are not finite, for each table with such rows.
 
     Raises:
         OSError: A file cannot be written. Nothing new is left at the path of
@@ -73,7 +76,8 @@ def write_tables(
         _SPECS: {name: spec.to_json() for name, spec in specs.items()}
     }
     state.update(training_state or {})
-    return finish(destination, info, encode(state, {}))
+    finish(destination, info, encode(state, {}))
+    return {name: count for (name, _), count in writer.nonfinite.items()}
 
 
 def saved_specs(

@@ -36,6 +36,8 @@ class Hosted:
     call that changes them.
     """
     dropped: bool = False
+    nonfinite_named: bool = False
+    """Whether a save has named the table because its rows are not finite."""
     last_used: float = field(default_factory=time.monotonic)
     """The time, on the monotonic clock, of the last call that read or changed the rows.
     """

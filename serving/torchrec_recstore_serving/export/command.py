@@ -6,8 +6,6 @@ Tests: tests/commands/test_export.py.
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,10 +22,10 @@ from torchrec_recstore.commands.output import (
     print_json,
     stdout,
     table_of,
+    warnings_in_one_line,
 )
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.scripts import missing_in_one_line
-from torchrec_recstore.utils import RecStoreWarning
 
 if TYPE_CHECKING:
     from torchrec_recstore_serving.export.delta import DeltaInfo
@@ -185,8 +183,7 @@ def _export(
     from torchrec_recstore.checkpoint.info import read_info
 
     infos = read_info(checkpoint).tables
-    with missing_in_one_line(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with missing_in_one_line(), warnings_in_one_line():
         from torchrec_recstore_serving.export.from_checkpoint import (
             export_checkpoint,
             export_checkpoint_delta,
@@ -224,10 +221,6 @@ def _export(
                     key=key,
                     advance=advance,
                 )
-    for warning in caught:
-        # warnings of torch are not shown
-        if issubclass(warning.category, RecStoreWarning):
-            print(f"warning: {warning.message}", file=sys.stderr)
     return info
 
 

@@ -6,7 +6,7 @@ Tests: tests/serving/predict/test_predictor.py, tests/serving/predict/test_reque
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -203,6 +203,22 @@ def call(
         ValueError: The model refuses its arguments.
         Exception: The model fails.
     """
+    arguments = _call_arguments(request, jagged)
+    with torch.inference_mode():
+        try:
+            result = model(**arguments)
+        except Exception as error:
+            lacking = _lacking_feature(error, model, request, jagged)
+            refusal = _refusal(error, request, arguments, lacking)
+            raise refusal or error from error
+    return _outputs(result)
+
+
+def _call_arguments(
+    request: Request,
+    jagged: Mapping[str, tuple[str, int]],
+) -> dict[str, object]:
+    """Returns the arguments of the model's ``forward`` by name."""
     arguments: dict[str, object] = {}
     for name, value in request.arguments.items():
         if not isinstance(value, JaggedArgument):
@@ -221,28 +237,70 @@ def call(
                 lengths=value.lengths.reshape(-1),
                 weights=value.weights,
             )
-    with torch.inference_mode():
-        try:
-            result = model(**arguments)
-        except Exception as error:
-            raise _refusal(error, request, arguments) or error from error
-    return _outputs(result)
+    return arguments
+
+
+def _last_line(error: Exception) -> str:
+    """Returns the last line of an error of TorchScript, which has the cause."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _lacking_feature(
+    error: Exception,
+    model: torch.jit.ScriptModule,
+    request: Request,
+    jagged: Mapping[str, tuple[str, int]],
+) -> str | None:
+    """Returns the feature that a model reads and a request lacks.
+
+    A ``KeyError`` of TorchScript does not say whether the dict without the key is that
+    of the features or another one of the model. The model is therefore called again,
+    with empty bags for this feature.
+
+    None: the error has another cause.
+    """
+    last_line = _last_line(error)
+    _, _, key = last_line.partition(_NO_KEY)
+    if not key:
+        return None
+    arguments = dict(request.arguments)
+    has_features = False
+    for name, value in request.arguments.items():
+        if isinstance(value, JaggedArgument) and value.keys:
+            if key in value.keys:
+                return None
+            has_features = True
+            no_ids = torch.zeros_like(value.lengths[:1])
+            arguments[name] = replace(
+                value,
+                keys=(*value.keys, key),
+                lengths=torch.cat([value.lengths, no_ids]),
+            )
+    if not has_features:
+        return None
+    complete = Request(arguments, request.examples)
+    try:
+        model(**_call_arguments(complete, jagged))
+    except Exception as other_error:
+        if _last_line(other_error) == last_line:
+            return None
+    return key
 
 
 def _refusal(
     error: Exception,
     request: Request,
     arguments: Mapping[str, object],
+    lacking_feature: str | None,
 ) -> ValueError | None:
     """Returns the error of a model that refuses its arguments.
 
-    TorchScript has raised a ``ValueError``, or a ``KeyError`` for a feature that the
-    model reads itself.
+    TorchScript has raised a ``ValueError``, or the arguments lack a feature.
 
     None: another error.
     """
-    lines = str(error).strip().splitlines()
-    last_line = lines[-1] if lines else ""
+    last_line = _last_line(error)
     tensors = {
         name: value for name, value in arguments.items() if isinstance(value, Tensor)
     }
@@ -263,10 +321,9 @@ def _refusal(
     for name, keys in features.items():
         of_arguments.append(f"{name!r} with the features {', '.join(map(repr, keys))}")
     refused = f"the model refuses its arguments ({'; '.join(of_arguments)}):"
-    _, _, missing = last_line.partition(_NO_KEY)
-    if missing and features and not any(missing in keys for keys in features.values()):
+    if lacking_feature is not None:
         return ValueError(
-            f"{refused} it reads the feature {missing!r}, which they lack"
+            f"{refused} it reads the feature {lacking_feature!r}, which they lack"
         )
     kind, _, cause = last_line.partition("ValueError: ")
     if kind != "builtins.":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,7 @@ from torchrec_recstore.options import (
     Scored,
     TableOptions,
 )
+from torchrec_recstore.utils import RecStoreWarning
 from torchrec_recstore_service.tables.hosted import HostedTables
 from torchrec_recstore_service.tables.limits import Limits
 from torchrec_recstore_service.wire.table_spec import TableSpec
@@ -395,6 +397,33 @@ def test_tables_go_on_while_they_are_saved(
     assert rows_of(loaded, "t").unique().tolist() == [1.0]
     tables.save(tmp_path / "again")
     assert set(read_info(tmp_path / "again").tables) == set(tables.specs())
+
+
+def test_rows_that_are_not_finite_are_named_once_a_table(tmp_path: Path) -> None:
+    tables = one_table()
+    tables.create("u", spec())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecStoreWarning)
+        tables.save(tmp_path / "finite")
+    rows = torch.ones(3, DIM)
+    rows[0, 1] = torch.nan
+    rows[2, 0] = -torch.inf
+    tables.push("u", torch.arange(3), rows)
+    with pytest.warns(RecStoreWarning) as caught:
+        tables.save(tmp_path / "first")
+    (warning,) = caught
+    text = "table 'u': 2 of the saved rows have NaN or infinity"
+    assert str(warning.message).startswith(text)
+    rows[1] = torch.nan
+    tables.push("u", torch.arange(3), rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecStoreWarning)
+        tables.save(tmp_path / "second")
+    tables.drop("u")
+    tables.create("u", spec())
+    tables.push("u", torch.arange(3), rows)
+    with pytest.warns(RecStoreWarning, match="3 of the saved rows"):
+        tables.save(tmp_path / "third")
 
 
 def test_closing_waits_for_a_save(

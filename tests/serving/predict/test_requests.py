@@ -6,7 +6,8 @@ HTTP and gRPC.
 # into code as they are.
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from torchrec_recstore.inference import DeltaPublisher
+from torchrec_recstore.inference import DeltaPublisher, export_for_inference
 from torchrec_recstore_serving.predict import predictor_pb2 as pb
 from torchrec_recstore_serving.predict.messages import array_of
+from torchrec_recstore_serving.predict.requests import JaggedArgument, Request
+from torchrec_recstore_serving.predict.requests import call as predict
 
 from ..models import FEATURES, Model, batch, train
 from ..publish.test_publisher import wait_for
@@ -30,6 +33,25 @@ class OwnFeature(Model):
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         out: Tensor = self.over(self.bags(features).values())
         return out + features["x"].lengths().unsqueeze(1)
+
+
+class OwnDict(Model):
+    """A model with a dict of its own, in which some keys are missing."""
+
+    scales: dict[str, float]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = {"even": 2.0}
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        out: Tensor = self.over(self.bags(features).values())
+        read = features.to_dict()
+        examples = read["x"].lengths().size(0)
+        name = "even" if examples % 2 == 0 else "odd"
+        if examples == 5:
+            raise KeyError("five")
+        return out * self.scales[name]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +106,33 @@ def test_a_missing_feature_is_named(server: FollowCommand) -> None:
             message,
         )
     assert call(server, batch(2)).outputs
+
+
+def test_a_key_that_the_model_itself_lacks_is_no_missing_feature(
+    tmp_path: Path,
+) -> None:
+    export_for_inference(train(OwnDict()), tmp_path / "model.pt")
+    model = torch.jit.load(tmp_path / "model.pt")
+
+    def answer(examples: int, names: Sequence[str]) -> dict[str, Tensor]:
+        features = JaggedArgument(
+            keys=tuple(names),
+            values=torch.arange(examples * len(names)),
+            lengths=torch.ones(len(names), examples, dtype=torch.int64),
+        )
+        return predict(model, Request({"features": features}, examples), {})
+
+    complete = list(FEATURES)
+    assert answer(2, complete)["output"].shape == (2, 1)
+    for examples, key in ((1, "odd"), (5, "five")):
+        with pytest.raises((RuntimeError, torch.jit.Error), match=f"KeyError: {key}$"):
+            answer(examples, complete)
+    lacking = [name for name in complete if name != "x"]
+    for examples in (2, 1):
+        with pytest.raises(
+            ValueError, match="it reads the feature 'x', which they lack"
+        ):
+            answer(examples, lacking)
 
 
 def test_a_text_in_the_place_of_an_id(server: FollowCommand) -> None:
