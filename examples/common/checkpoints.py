@@ -66,6 +66,11 @@ class CheckpointFolder:
     A checkpoint is written under a hidden name and renamed when it is complete, so
     every visible checkpoint is complete.
 
+    The checkpoints are ordered by their names, and not by
+    ``torchrec_recstore.checkpoint.newest`` and ``keep_newest``. These compare the steps
+    of the tables, which ``--reset-rows-each-epoch`` sets back to 0, and they refuse a
+    folder in which a later checkpoint has fewer steps. A name has the step of the run.
+
     Args:
         path: The path of the folder. Only one run may save or sweep there at a time.
         keep: The number of checkpoints to keep, at least 1.
