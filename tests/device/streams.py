@@ -194,7 +194,9 @@ class Event:
 
 _default = Stream("default")
 _aside = Stream("aside")
-_streams = [_default, _aside]
+_upward = Stream("up")
+_downward = Stream("down")
+_streams = [_default, _aside, _upward, _downward]
 _local = threading.local()
 _lock = threading.RLock()
 _host: dict[Stream, int] = {}
@@ -540,6 +542,8 @@ class DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.side_stream = _aside
+        self.up_stream = _upward
+        self.down_stream = _downward
 
     def current(self) -> Stream:
         return _stream()
@@ -556,3 +560,6 @@ class DeviceStreams:
             # memory, as torch's allocator does.
             weakref.finalize(tensor.untyped_storage(), _pinned.pop, address, None)
         return tensor
+
+    def keep(self, tensor: Any, stream: Stream) -> None:
+        tensor.memory.record_stream(stream)

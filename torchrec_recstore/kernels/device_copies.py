@@ -40,6 +40,10 @@ class DeviceStreams:
         self._device = device
         self.side_stream: Any = torch.Stream(device)
         """The stream of the copies that run beside the current stream."""
+        self.up_stream: Any = torch.Stream(device)
+        """The stream on which rows and batches go to the device."""
+        self.down_stream: Any = torch.Stream(device)
+        """The stream on which rows leave the device."""
 
     def current(self) -> Any:
         """Returns the current stream of this thread."""
@@ -52,6 +56,12 @@ class DeviceStreams:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a tensor in pinned memory, without values."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Keeps the memory of a tensor on the device, when it is freed, until a stream
+        has used it.
+        """
+        tensor.record_stream(stream)
 
 
 streams_by_type: dict[str, Callable[[torch.device], DeviceStreams]] = {}

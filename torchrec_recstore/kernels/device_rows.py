@@ -5,10 +5,11 @@ on the device, where kernels pool and update it. ``csrc/rows/device_slots.h`` kn
 which rows are there, and which of them are newer than the host's.
 
 A pass on the device runs under the lock of this object. Everything that can fail comes
-before the native tables learn of a copy: rows that leave the device are gathered and
-sent to the host first, then the arriving rows are copied up, and then
-``ops.device_commit`` makes it so. The host waits for a copy only here, and never while
-a native call holds a table.
+before the native tables learn of a copy: the arriving rows are copied up, rows that
+leave the device are gathered and sent to the host, then the arriving rows are spread
+over the arenas, and then ``ops.device_commit`` makes it so. If there is no memory for a
+copy, the pass runs on the host. The host waits for a copy only here, and never while a
+native call holds a table.
 
 Tests: tests/device/test_device_rows.py.
 """
@@ -16,16 +17,16 @@ Tests: tests/device/test_device_rows.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels.device_copies import CopyTarget, streams_of
+from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.device_interface import (
     INTEGERS,
     NUMBERS,
@@ -34,7 +35,15 @@ from torchrec_recstore.kernels.device_interface import (
     UpdateKind,
     kernels_of,
 )
+from torchrec_recstore.kernels.device_transfers import (
+    DeviceTransfers,
+    Landing,
+    PackedUp,
+)
 from torchrec_recstore.store import Table
+
+MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
+"""The errors of a device or a host that has no memory for a copy."""
 
 
 @dataclass
@@ -57,10 +66,12 @@ class _Arena:
 class DevicePass:
     """A training lookup on the device, for its backward."""
 
+    memory: Tensor
+    """The memory of the tensors of this pass on the device."""
     slots: Tensor
     """(N,) int32, on the device: the device slot of each position."""
-    offsets: Tensor
-    """(F * B + 1,) int64, on the device."""
+    offsets: Tensor | None
+    """(F * B + 1,) int32, on the device. None if each bag has one position."""
     weights: Tensor | None
     """(N,) float32, on the device."""
     segments: Tensor
@@ -71,16 +82,41 @@ class DevicePass:
     """The number of bags of each feature."""
     counts: list[int]
     """The number of positions of each arena."""
+    settings: _Settings
+    """The settings that an update needs if nothing changes until then."""
+    numbers: Tensor
+    """``settings.numbers`` on the device."""
+    integers: Tensor
+    """``settings.integers`` on the device."""
 
 
 @dataclass
-class _Landing:
-    """Rows of one table on their way to the host."""
+class _Settings:
+    """The settings of an update of all tables; see ``device_interface``."""
 
-    table: Table
-    rows: Tensor
-    arrived: Any = field(repr=False)
-    """The event after the copy."""
+    numbers: Tensor
+    integers: Tensor
+
+    def parts(self) -> dict[str, Tensor]:
+        """Returns the tensors, for a packed copy."""
+        return {"numbers": self.numbers, "integers": self.integers}
+
+    def equals(self, other: _Settings) -> bool:
+        """Returns whether the settings have the same bits."""
+        same_numbers = torch.equal(
+            self.numbers.view(torch.int32), other.numbers.view(torch.int32)
+        )
+        return same_numbers and torch.equal(self.integers, other.integers)
+
+
+@dataclass
+class _Rows:
+    """Rows of all tables, table by table, in the order of the arenas."""
+
+    slots: Tensor
+    """(n,) int32. The rows of the arenas, from 0 in each arena."""
+    counts: list[int]
+    """The number of rows of each table."""
 
 
 class DeviceRows:
@@ -93,6 +129,9 @@ class DeviceRows:
         pooling: The way in which the rows of a bag are pooled.
         device: The device.
         rows: The number of device slots of each table.
+        learning_rates: Returns the learning rate of each table. It is called in each
+            training lookup, so that the settings of the update are on the device when
+            backward needs them.
 
     Raises:
         ValueError: The rows of a table cannot be on a device. The message names the
@@ -107,6 +146,7 @@ class DeviceRows:
         pooling: Literal["sum", "mean"],
         device: torch.device,
         rows: Sequence[int],
+        learning_rates: Callable[[], Sequence[float]],
     ) -> None:
         layouts = [ArenaLayout.of(table) for table in tables]
         self.device = device
@@ -117,10 +157,10 @@ class DeviceRows:
         self._tables = list(tables)
         self._mean = pooling == "mean"
         self._kernels = kernels_of(device)
-        self._streams = streams_of(device)
-        self._last_use: Any = None
+        self._learning_rates = learning_rates
+        self._transfers = DeviceTransfers(device)
         self._fault: BaseException | None = None
-        self._landings: list[_Landing] = []
+        self._landing: tuple[Landing, list[int]] | None = None
         self._firsts = [0] * len(tables)
         self._arenas: list[_Arena] = []
         base = 0
@@ -131,6 +171,8 @@ class DeviceRows:
             for number, first in zip(numbers, arena.firsts, strict=True):
                 self._firsts[number] = base + first
             base += len(arena.rows)
+        self._order = [n for arena in self._arenas for n in arena.numbers]
+        """The tables in the order of the arenas."""
         self._columns = sum(len(tables[n].columns) for n in feature_tables)
         self._features = self._features_of_arenas(feature_tables)
         for number, table in enumerate(tables):
@@ -146,14 +188,13 @@ class DeviceRows:
             firsts.append(end)
             end += rows[number]
         tables = [self._tables[number] for number in numbers]
-        shape = (end, layout.stride)
         return _Arena(
             layout=layout,
             kind=UpdateKind.of(layout, tables),
             numbers=numbers,
             firsts=firsts,
             base=base,
-            rows=torch.empty(shape, dtype=torch.float32, device=self.device),
+            rows=self._transfers.new_arena((end, layout.stride)),
         )
 
     def _features_of_arenas(
@@ -183,12 +224,35 @@ class DeviceRows:
             self._check()
             context = ops.group_begin(self._group, ids, offsets, weights)
             self._land()
-            slots = self._streams.pinned(ids.shape, torch.int32)
-            if not ops.device_plan(context, self._firsts, slots):
-                self.settle_pass(context)
-                return ops.device_read_on_host(context), context, None
-            self._carry_out(context)
-            batch = self._batch_up(ids, offsets, weights, slots)
+            try:
+                result = self._lookup_on_device(context, ids, offsets, weights, to)
+            except MEMORY_ERRORS:
+                if self._fault is not None:
+                    raise
+                result = None
+            if result is not None:
+                self.passes += 1
+                return result[0], context, result[1]
+            self.settle_pass(context)
+            return ops.device_read_on_host(context), context, None
+
+    def _lookup_on_device(
+        self,
+        context: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        to: CopyTarget,
+    ) -> tuple[Tensor, DevicePass] | None:
+        """Returns None if the rows do not fit on the device.
+
+        Raises one of ``MEMORY_ERRORS`` if there is no memory for a copy or the output.
+        """
+        slots = torch.empty(ids.shape, dtype=torch.int32)
+        if not ops.device_plan(context, self._firsts, slots):
+            return None
+        batch = self._batch_up(context, ids, offsets, weights, slots)
+        with self._transfers.computing([batch.memory]):
             out = torch.empty(
                 (batch.bags, self._columns), dtype=to.dtype, device=self.device
             )
@@ -206,9 +270,7 @@ class DeviceRows:
                     self._mean,
                     out,
                 )
-            self._used()
-            self.passes += 1
-            return out, context, batch
+        return out, batch
 
     def update(
         self, context: Tensor, batch: DevicePass, grad: Tensor, rates: Sequence[float]
@@ -216,21 +278,36 @@ class DeviceRows:
         """Updates the rows of a pass on the device.
 
         ``grad``, (B, columns), is the gradient of the output, on the device.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError: There is no memory on the device. If
+                :attr:`is_lost` is false, nothing has changed, and the pass can be
+                updated on the host.
         """
         with self.lock:
             self._check()
+            settings = self._settings(rates)
+            parts = {}
+            if not settings.equals(batch.settings):
+                parts = settings.parts()
             ops.device_plan_refresh(context)
-            self._carry_out(context)
-            self._run_update(batch, grad.contiguous(), rates)
-            ops.device_updated(context)
+            sent = self._carry_out(context, parts)
+            numbers, integers = batch.numbers, batch.integers
+            memory = [batch.memory]
+            if parts:
+                numbers, integers = sent.parts["numbers"], sent.parts["integers"]
+                memory.append(sent.memory)
+            with self._transfers.computing(memory):
+                self._run_update(context, batch, grad.contiguous(), numbers, integers)
 
     def _run_update(
-        self, batch: DevicePass, grad: Tensor, rates: Sequence[float]
+        self,
+        context: Tensor,
+        batch: DevicePass,
+        grad: Tensor,
+        numbers: Tensor,
+        integers: Tensor,
     ) -> None:
-        numbers, integers = ops.device_settings(
-            self._group, list(rates), NUMBERS, INTEGERS
-        )
-        numbers, integers = self._up(numbers), self._up(integers)
         positions = batch.slots.shape
         sources = torch.empty(positions, dtype=torch.int64, device=self.device)
         scales = torch.empty(positions, dtype=torch.float32, device=self.device)
@@ -246,28 +323,29 @@ class DeviceRows:
             tables,
         )
         keys, order = self._kernels.sort(batch.slots)
-        begin = 0
-        for arena, count in zip(self._arenas, batch.counts, strict=True):
-            self._kernels.update(
-                arena.kind,
-                arena.rows,
-                arena.base,
-                keys,
-                order,
-                begin,
-                begin + count,
-                sources,
-                scales,
-                tables,
-                grad,
-                numbers,
-                integers,
-                batch.ids if arena.kind.is_stochastic else None,
-                None,
-                None,
-            )
-            begin += count
-        self._used()
+        with self._changing_rows():
+            begin = 0
+            for arena, count in zip(self._arenas, batch.counts, strict=True):
+                self._kernels.update(
+                    arena.kind,
+                    arena.rows,
+                    arena.base,
+                    keys,
+                    order,
+                    begin,
+                    begin + count,
+                    sources,
+                    scales,
+                    tables,
+                    grad,
+                    numbers,
+                    integers,
+                    batch.ids if arena.kind.is_stochastic else None,
+                    None,
+                    None,
+                )
+                begin += count
+            ops.device_updated(context)
 
     def lookup_on_host(
         self,
@@ -306,6 +384,23 @@ class DeviceRows:
                 self.settle(table, table_ids)
             yield
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the rows on the device are lost."""
+        return self._fault is not None
+
+    @contextmanager
+    def _changing_rows(self) -> Iterator[None]:
+        """Runs kernels that change rows, and tells the native tables of it.
+
+        If one of them fails, the rows are neither the old ones nor the new ones.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._fault = error
+            raise
+
     def _check(self) -> None:
         """Raises RuntimeError if a copy has failed in between, so that rows on the
         device are lost.
@@ -335,102 +430,198 @@ class DeviceRows:
             self._bring(list(enumerate(ops.device_dirty_of_pass(context))))
 
     def _bring(self, dirty: list[tuple[int, Tensor]]) -> None:
-        landings = []
-        for number, slots in dirty:
-            if len(slots):
-                landings.append((number, slots, self._down(number, slots)))
-        for number, slots, landing in landings:
-            landing.arrived.synchronize()
-            ops.device_settle(self._tables[number].handle, slots, landing.rows)
+        """Copies dirty rows to the host, all of them in one copy, and writes them."""
+        slots_of_tables = dict(dirty)
+        nothing = torch.empty(0, dtype=torch.int32)
+        rows = self._rows([slots_of_tables.get(n, nothing) for n in self._order])
+        if len(rows.slots) == 0:
+            return
+        sent = self._transfers.up({"slots": rows.slots})
+        landing = self._down(rows.counts, sent.parts["slots"])
+        parts = self._by_table(landing.wait(), rows.counts)
+        for number, table_rows in zip(self._order, parts, strict=True):
+            slots = slots_of_tables.get(number)
+            if slots is not None and len(slots):
+                ops.device_settle(self._tables[number].handle, slots, table_rows)
 
     def _land(self) -> None:
         """Writes the rows that have left the device to the host."""
-        while self._landings:
-            landing = self._landings[0]
-            landing.arrived.synchronize()
-            ops.device_land(landing.table.handle, landing.rows)
-            del self._landings[0]
+        if self._landing is None:
+            return
+        landing, counts = self._landing
+        parts = self._by_table(landing.wait(), counts)
+        for place, number in enumerate(self._order):
+            if counts[place]:
+                ops.device_land(self._tables[number].handle, parts[place])
+                counts[place] = 0
+        self._landing = None
 
-    def _carry_out(self, context: Tensor) -> None:
-        """Copies what the plans say, and makes it so. If it fails, nothing changes."""
-        self._wait_for_use()
-        landings = []
-        arriving = []
+    def _carry_out(
+        self, context: Tensor, parts: Mapping[str, Tensor] | None = None
+    ) -> PackedUp:
+        """Copies what the plans say, and makes it so. If it fails, nothing changes.
+
+        Args:
+            context: The context of the pass.
+            parts: Tensors of the host that go to the device in the same copy.
+
+        Returns:
+            The parts on the device.
+        """
         try:
-            for number, table in enumerate(self._tables):
-                targets, leaving = ops.device_planned(table.handle)
-                if len(leaving):
-                    landings.append(self._down(number, leaving))
-                if len(targets):
-                    arena, first = self._place(number)
-                    rows = self._staged(number, targets)
-                    arriving.append((arena, self._up(targets + first), rows))
+            plans = [
+                ops.device_planned(self._tables[number].handle)
+                for number in self._order
+            ]
+            arriving = self._rows([targets for targets, _ in plans])
+            leaving = self._rows([slots for _, slots in plans])
+            slots = {"arriving": arriving.slots, "leaving": leaving.slots}
+            sent = self._transfers.up({**slots, **(parts or {})})
+            staged = self._staged(arriving.counts)
+            landing = None
+            if len(leaving.slots):
+                landing = self._down(leaving.counts, sent.parts["leaving"])
         except BaseException:
             ops.device_abort(context)
             raise
         # All rows that leave have been gathered, so that others can take their places.
-        try:
-            for arena, targets, rows in arriving:
-                self._kernels.scatter(arena.rows, targets, rows)
-            self._used()
+        with self._changing_rows():
+            if len(arriving.slots):
+                self._scatter(arriving.counts, sent.parts["arriving"], staged)
             ops.device_commit(context)
-        except BaseException as error:
-            self._fault = error
-            raise
-        self._landings.extend(landings)
+        if landing is not None:
+            self._landing = (landing, leaving.counts)
+        return sent
 
-    def _staged(self, number: int, targets: Tensor) -> Tensor:
-        """Returns the rows that a table's plan copies, on the device."""
-        arena, _ = self._place(number)
-        shape = (len(targets), arena.layout.stride)
-        staged = self._streams.pinned(shape, torch.float32)
-        ops.device_stage(self._tables[number].handle, staged)
-        return self._pinned_up(staged)
+    def _rows(self, slots_of_tables: Sequence[Tensor]) -> _Rows:
+        """Returns rows of the tables, given by their device slots, in the order of the
+        arenas.
+        """
+        slots = []
+        firsts = [first for arena in self._arenas for first in arena.firsts]
+        for first, table_slots in zip(firsts, slots_of_tables, strict=True):
+            slots.append(table_slots + first)
+        return _Rows(torch.cat(slots), [len(of_table) for of_table in slots])
 
-    def _down(self, number: int, slots: Tensor) -> _Landing:
-        """Sends rows of a table to the host."""
-        self._wait_for_use()
-        arena, first = self._place(number)
-        shape = (len(slots), arena.layout.stride)
-        gathered = torch.empty(shape, dtype=torch.float32, device=self.device)
-        self._kernels.gather(arena.rows, self._up(slots + first), gathered)
-        rows = self._streams.pinned(shape, torch.float32)
-        rows.copy_(gathered, non_blocking=True)
-        arrived = self._streams.event()
-        arrived.record(self._streams.current())
-        self._used()
-        return _Landing(self._tables[number], rows, arrived)
+    def _staged(self, counts: Sequence[int]) -> Tensor:
+        """Returns the rows that the plans copy, on the device."""
+        staged = self._transfers.pinned((self._floats(counts),), torch.float32)
+        parts = self._by_table(staged, counts)
+        for number, count, part in zip(self._order, counts, parts, strict=True):
+            if count:
+                ops.device_stage(self._tables[number].handle, part)
+        return self._transfers.copied_up(staged)
 
-    def _place(self, number: int) -> tuple[_Arena, int]:
-        """Returns the arena of a table, and the table's first row in it."""
-        arena = next(arena for arena in self._arenas if number in arena.numbers)
-        return arena, arena.firsts[arena.numbers.index(number)]
+    def _floats(self, counts: Sequence[int]) -> int:
+        """Returns the number of floats of rows, given by their numbers by table."""
+        rows = dict(zip(self._order, counts, strict=True))
+        floats = 0
+        for arena in self._arenas:
+            floats += arena.layout.stride * sum(rows[n] for n in arena.numbers)
+        return floats
+
+    def _by_table(self, flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Returns the rows of each table, (n, stride), of a flat tensor."""
+        strides = []
+        for arena in self._arenas:
+            strides.extend([arena.layout.stride] * len(arena.numbers))
+        parts = []
+        begin = 0
+        for count, stride in zip(counts, strides, strict=True):
+            end = begin + count * stride
+            parts.append(flat[begin:end].view(count, stride))
+            begin = end
+        return parts
+
+    def _by_arena(
+        self, slots: Tensor, flat: Tensor, counts: Sequence[int]
+    ) -> Iterator[tuple[_Arena, Tensor, Tensor]]:
+        """Returns the arenas that have some of the rows, with the slots and the rows,
+        (n, stride).
+        """
+        rows = dict(zip(self._order, counts, strict=True))
+        first = 0
+        begin = 0
+        for arena in self._arenas:
+            count = sum(rows[number] for number in arena.numbers)
+            end = begin + count * arena.layout.stride
+            if count:
+                of_arena = flat[begin:end].view(count, arena.layout.stride)
+                yield arena, slots[first : first + count], of_arena
+            first += count
+            begin = end
+
+    def _scatter(self, counts: Sequence[int], slots: Tensor, rows: Tensor) -> None:
+        """Spreads rows that have arrived over the arenas."""
+        with self._transfers.moving_rows():
+            for arena, arena_slots, arena_rows in self._by_arena(slots, rows, counts):
+                self._kernels.scatter(arena.rows, arena_slots, arena_rows)
+
+    def _down(self, counts: Sequence[int], slots: Tensor) -> Landing:
+        """Sends rows to the host."""
+        with self._transfers.moving_rows():
+            gathered = torch.empty(
+                self._floats(counts), dtype=torch.float32, device=self.device
+            )
+            for arena, arena_slots, rows in self._by_arena(slots, gathered, counts):
+                self._kernels.gather(arena.rows, arena_slots, rows)
+        return self._transfers.down(gathered)
+
+    def _settings(self, rates: Sequence[float]) -> _Settings:
+        settings = ops.device_settings(self._group, list(rates), NUMBERS, INTEGERS)
+        return _Settings(*settings)
 
     def _batch_up(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, slots: Tensor
+        self,
+        context: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        slots: Tensor,
     ) -> DevicePass:
-        """Copies what kernels need of a batch to the device."""
+        """Carries out a plan, and copies what kernels need of the batch along."""
         features = sum(map(len, self._features))
         bags = (len(offsets) - 1) // max(features, 1)
-        segments = []
-        counts = []
-        for arena, of_arena in zip(self._arenas, self._features, strict=True):
-            for feature, column, number in of_arena:
-                segments.append((feature * bags, bags, column, self._columns, number))
-            end = arena.base + len(arena.rows)
-            counts.append(int(((slots >= arena.base) & (slots < end)).sum()))
-        is_stochastic = any(arena.kind.is_stochastic for arena in self._arenas)
+        segments, counts = self._segments(offsets, bags)
+        settings = self._settings(self._learning_rates())
+        parts = {"slots": slots, "segments": segments, **settings.parts()}
+        if not _is_one_each(offsets, len(ids)):
+            parts["offsets"] = offsets.int()
+        if weights is not None:
+            parts["weights"] = weights.detach()
+        if any(arena.kind.is_stochastic for arena in self._arenas):
+            parts["ids"] = ids
+        sent = self._carry_out(context, parts)
         return DevicePass(
-            slots=self._pinned_up(slots),
-            offsets=self._up(offsets.long()),
-            weights=None if weights is None else self._up(weights.detach()),
-            segments=self._up(
-                torch.tensor(segments, dtype=torch.int64).view(-1, SEGMENT_FIELDS)
-            ),
-            ids=self._up(ids) if is_stochastic else None,
+            memory=sent.memory,
+            slots=sent.parts["slots"],
+            offsets=sent.parts.get("offsets"),
+            weights=sent.parts.get("weights"),
+            segments=sent.parts["segments"],
+            ids=sent.parts.get("ids"),
             bags=bags,
             counts=counts,
+            settings=settings,
+            numbers=sent.parts["numbers"],
+            integers=sent.parts["integers"],
         )
+
+    def _segments(self, offsets: Tensor, bags: int) -> tuple[Tensor, list[int]]:
+        """Returns the segments of all arenas, and the number of positions of each
+        arena.
+        """
+        positions = offsets[::bags].tolist() if bags else []
+        segments = []
+        counts = []
+        for of_arena in self._features:
+            count = 0
+            for feature, column, number in of_arena:
+                segments.append((feature * bags, bags, column, self._columns, number))
+                if bags:
+                    count += positions[feature + 1] - positions[feature]
+            counts.append(count)
+        packed = torch.tensor(segments, dtype=torch.int64)
+        return packed.view(-1, SEGMENT_FIELDS), counts
 
     def _parts(self, segments: Tensor) -> list[tuple[_Arena, Tensor]]:
         """Returns the arenas that the features use, with their segments."""
@@ -442,19 +633,9 @@ class DeviceRows:
             begin += len(of_arena)
         return parts
 
-    def _up(self, values: Tensor) -> Tensor:
-        staged = self._streams.pinned(values.shape, values.dtype).copy_(values)
-        return self._pinned_up(staged)
 
-    def _pinned_up(self, staged: Tensor) -> Tensor:
-        copy = torch.empty(staged.shape, dtype=staged.dtype, device=self.device)
-        return copy.copy_(staged, non_blocking=True)
-
-    def _wait_for_use(self) -> None:
-        """Lets the current stream wait for the last kernel that used an arena."""
-        if self._last_use is not None:
-            self._streams.current().wait_event(self._last_use)
-
-    def _used(self) -> None:
-        self._last_use = self._streams.event()
-        self._last_use.record(self._streams.current())
+def _is_one_each(offsets: Tensor, positions: int) -> bool:
+    """Returns whether each bag has one position. The offsets are valid."""
+    if len(offsets) - 1 != positions:
+        return False
+    return bool((offsets[1:] > offsets[:-1]).all())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from typing import Literal
@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels.device_copies import CopyTarget
-from torchrec_recstore.kernels.device_rows import DevicePass, DeviceRows
+from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget
+from torchrec_recstore.kernels.device_rows import (
+    MEMORY_ERRORS,
+    DevicePass,
+    DeviceRows,
+)
 from torchrec_recstore.kernels.routing import BlockRouting, one_routing_each
 from torchrec_recstore.kernels.table_group import TableGroup
 from torchrec_recstore.options import check_int
@@ -331,6 +335,7 @@ class PooledGroup(TableGroup):
             self._pooling,
             device,
             rows,
+            _learning_rates_of(weakref.ref(self)),
         )
         # The lock of the rows on the device must not be taken in any later call.
         self.updates_late = False
@@ -341,7 +346,13 @@ class PooledGroup(TableGroup):
         """See ``TableGroup.update_on_device``."""
         assert self.device_rows is not None
         rates = self._learning_rates(None)
-        self.device_rows.update(context, on_device, grad, rates)
+        try:
+            self.device_rows.update(context, on_device, grad, rates)
+        except MEMORY_ERRORS:
+            if self.device_rows.is_lost:
+                raise
+            on_host = Arriving(grad.detach()).wait().float()
+            self.update(context, on_host, False)
 
     def _device_kept(self) -> AbstractContextManager[object]:
         """Keeps rows from moving while they are copied to a device."""
@@ -353,6 +364,21 @@ class PooledGroup(TableGroup):
         if rate is not None:
             return [rate] * len(self.tables)
         return [table.optimizer.lr for table in self.tables]
+
+
+def _learning_rates_of(
+    group: weakref.ref[PooledGroup],
+) -> Callable[[], Sequence[float]]:
+    """Returns a function that returns the learning rates of a group, and does not keep
+    the group.
+    """
+
+    def learning_rates() -> Sequence[float]:
+        group_now = group()
+        assert group_now is not None
+        return group_now._learning_rates(None)
+
+    return learning_rates
 
 
 class ColdRows:
