@@ -88,11 +88,13 @@ _NAMES_WITH_TORCHREC = {
         "RecStoreSharder",
         "flush_tables",
         "get_recstore_sharders",
+        "insert_rows",
         "left_ids",
         "reset_rows",
         "reshard",
         "set_scores",
         "set_time",
+        "table_rows",
         "table_stats",
     ),
 }

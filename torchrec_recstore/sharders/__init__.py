@@ -4,6 +4,7 @@ Importing this package registers RecStore's kernel with TorchRec's stock planner
 """
 
 from torchrec_recstore.sharders.all_kinds import get_recstore_sharders
+from torchrec_recstore.sharders.arrow_rows import insert_rows, table_rows
 from torchrec_recstore.sharders.collection import (
     RecStoreCollection,
     RecStoreCollectionSharder,
@@ -45,10 +46,12 @@ __all__ = [
     "RecStoreSharder",
     "flush_tables",
     "get_recstore_sharders",
+    "insert_rows",
     "left_ids",
     "reset_rows",
     "reshard",
     "set_scores",
     "set_time",
+    "table_rows",
     "table_stats",
 ]

@@ -58,7 +58,7 @@ def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
     with refused_together(env):
         check_ids(ids, "set_scores: ")
         check_scores(scores, ids, "set_scores: ")
-        table = _table(model, name, "set_scores")
+        table = table_of(model, name, "set_scores")
         shards = table.shards
         for shard in shards:
             # This raises the error of a table without scores.
@@ -116,7 +116,7 @@ def left_ids(model: nn.Module, name: str) -> LeftIds:
     records: list[tuple[Table, LeftIds]] = []
     try:
         with refused_together(env):
-            table = _table(model, name, "left_ids")
+            table = table_of(model, name, "left_ids")
             for shard in table.shards:
                 records.append((shard.table, shard.table.left_ids()))
         local = LeftIds.merged(record for _, record in records)
@@ -129,7 +129,9 @@ def left_ids(model: nn.Module, name: str) -> LeftIds:
         raise
 
 
-def _table(model: nn.Module, name: str, function: str) -> ModelTable | EagerModelTable:
+def table_of(
+    model: nn.Module, name: str, function: str
+) -> ModelTable | EagerModelTable:
     """Returns the table with this name or full name.
 
     Raises ValueError if there is not exactly one, or if the model has tables on
