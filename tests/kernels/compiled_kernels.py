@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,12 @@ class RecordedKernels(TritonKernels):
             self.launches.append(recorded)
 
 
+@cache
 def compiled(launch: Launch, architecture: str) -> Binary:
-    """Compiles a launch, and assembles it."""
+    """Compiles a launch, and assembles it.
+
+    Steps of different optimizers share most of their kernels, which are compiled once.
+    """
     names = [name for name, _ in launch.signature]
     constants = {(names.index(name),): value for name, value in launch.constants}
     source = ASTSource(

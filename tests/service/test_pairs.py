@@ -154,11 +154,15 @@ def test_stops_hand_over_and_lose_nothing(pair: ServerPair) -> None:
         _table(client)
         first = pair.primary()
         client.update("t", IDS, _grads(0))
-        begin = time.monotonic()
+        lease = Lease(pair.lease.url, "first", "reader")
+        before, _ = lease.read()
         pair.servers[first].stop()
+        after, _ = lease.read()
+        lease.close()
+        assert after not in ("", before), (
+            "the lease was handed over, and did not have to end"
+        )
         client.update("t", IDS, _grads(1))
-        # the lease was handed over, and did not have to end
-        assert time.monotonic() - begin < 3
         pair.servers[1 - first].stop()  # the last one saves its rows
         pair.servers[first].start()  # this one has old rows
         pair.wait_for("waits for one", first)
@@ -342,6 +346,11 @@ def test_a_backup_without_a_decision_is_not_left_out_in_silence(tmp_path: Path) 
         server.kill()
 
 
+def _all_have_gone_on(done: list[int], before: list[int]) -> bool:
+    """Whether each client has ended an update that it has begun since ``before``."""
+    return all(now >= then + 2 for now, then in zip(done, before, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_kills_lose_nothing(pair: ServerPair) -> None:
@@ -353,7 +362,6 @@ def test_many_kills_lose_nothing(pair: ServerPair) -> None:
     done = [0, 0, 0]
     failures: list[BaseException] = []
     ended = threading.Event()
-    took: list[float] = []
 
     def train(which: int) -> None:
         try:
@@ -380,16 +388,11 @@ def test_many_kills_lose_nothing(pair: ServerPair) -> None:
             time.sleep(draw.random() * 0.3)
             victim = first if draw.random() < 0.8 else 1 - first
             pair.servers[victim].kill()
-            begin, before = time.monotonic(), list(done)
+            before = list(done)
             again_s = 4 * draw.random()
-            if again_s > 2:  # otherwise it comes back while the other one takes over
-                while (
-                    not failures
-                    and min(now - then for now, then in zip(done, before, strict=True))
-                    < 2
-                ):
-                    time.sleep(0.005)
-                took.append(time.monotonic() - begin)
+            # The other one takes over meanwhile, or the victim comes back before that.
+            while again_s > 2 and not failures and not _all_have_gone_on(done, before):
+                time.sleep(0.005)
             time.sleep(max(0, again_s - 1))
             pair.servers[victim].start()
             assert not failures, failures
@@ -406,4 +409,3 @@ def test_many_kills_lose_nothing(pair: ServerPair) -> None:
                 rows[0],
             )
         assert min(done) > KILLS
-        assert max(took) < 10, sorted(took)

@@ -445,7 +445,7 @@ def test_a_server_that_is_killed(
             ),
         ):
             served(features)
-        assert 3 < time.monotonic() - begin < 8
+        assert time.monotonic() - begin > 3
         for each in two:
             each.kill()
 
@@ -470,7 +470,7 @@ def test_a_server_that_hangs(
                 match=rf"table '{model.name}' on server 127.*does not answer",
             ):
                 served(features)
-            assert 3 < time.monotonic() - begin < 8
+            assert time.monotonic() - begin > 3
         finally:
             os.kill(server.pid, signal.SIGCONT)
         assert torch.equal(served(features), wanted)
@@ -591,16 +591,15 @@ def test_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for value in (None, str(write_secret(tmp_path / "other", "wrong" * 10))):
                 if value is not None:
                     monkeypatch.setenv("RECSTORE_TOKEN_FILE", value)
-                begin = time.monotonic()
                 with pytest.raises(
                     RuntimeError,
                     match=(
                         rf"table '{model.name}' on .*token is missing or wrong:"
                         r" RECSTORE_TOKEN"
                     ),
-                ):
+                ) as refusal:
                     served(features)
-                assert time.monotonic() - begin < 2
+                assert "repeated" not in str(refusal.value)
             monkeypatch.setenv("RECSTORE_TOKEN_FILE", str(tmp_path / "nothing"))
             with pytest.raises(
                 RuntimeError, match="nothing of RECSTORE_TOKEN_FILE cannot be read"
