@@ -127,7 +127,7 @@ def _begun(table: int | None = None) -> torch.Tensor:
 
 def _planned(table: int | None = None) -> torch.Tensor:
     context = _begun(table)
-    assert ops.device_plan(context, [0], torch.zeros(3, dtype=torch.int32))
+    assert ops.device_plan(context, [0], [0], torch.zeros(3, dtype=torch.int32))
     _contexts.append(context)
     return context
 
@@ -208,10 +208,22 @@ CASES: dict[str, Any] = {
     "device_dirty": lambda: (_on_device(), None),
     "device_dirty_of_pass": lambda: (_begun(),),
     "device_land": lambda: (_on_device(), torch.zeros(0, 8)),
-    "device_plan": lambda: (_begun(), [0], torch.zeros(3, dtype=torch.int32)),
+    "device_plan": lambda: (_begun(), [0], [0], torch.zeros(3, dtype=torch.int32)),
+    "device_refused": lambda: (_planned(),),
+    "device_find": lambda: (_on_device(), IDS, 0, 0, True),
+    "device_skipped": lambda: (_table(), 1),
+    "device_stage_rows": lambda: (
+        _on_device(),
+        torch.arange(3),
+        IDS,
+        False,
+        None,
+        None,
+        torch.zeros(3, 8),
+    ),
     "device_plan_refresh": lambda: (_begun(),),
     "device_planned": lambda: (_on_device(),),
-    "device_read_on_host": lambda: (_begun(),),
+    "device_read_on_host": lambda: (_begun(), torch.zeros(2, 4)),
     "device_settle": lambda: (
         _on_device(),
         torch.zeros(1, dtype=torch.int32),
@@ -221,7 +233,7 @@ CASES: dict[str, Any] = {
     "device_updated": lambda: (_planned(),),
     "group_begin": lambda: (_group(), IDS, OFFSETS, None),
     "table_make_device_slots": lambda: (_table(), 2),
-    "device_settings": lambda: (_group(), [0.1], NUMBERS, INTEGERS),
+    "device_settings": lambda: ([_group()], [0.1], NUMBERS, INTEGERS),
     "device_pool": lambda: (
         *LAYOUT,
         torch.ones(2, 8),
@@ -418,6 +430,7 @@ CASES: dict[str, Any] = {
         torch.zeros(12),
     ),
     "rows_begin": lambda: (_group(), IDS),
+    "rows_begin_each": lambda: ([_group()], IDS, [3]),
     "rows_read": lambda: (
         [_group(), _group()],
         [IDS, IDS[:2]],
@@ -561,11 +574,18 @@ _GONE = torch.tensor([10**9])
 def test_an_unknown_handle_is_an_error(name: str) -> None:
     several: Any = {
         op: [10**9, 1]
-        for op in ("rows_forward", "rows_forward_into", "rows_read", "rows_update")
+        for op in (
+            "rows_begin_each",
+            "rows_forward",
+            "rows_forward_into",
+            "rows_read",
+            "rows_update",
+        )
     }
     bad: Any = {
         "group_create": [10**9],
         "group_accumulated_backward": [_GONE],
+        "device_settings": [10**9],
         **several,
     }.get(name, 10**9)
     of_context = (
@@ -575,6 +595,7 @@ def test_an_unknown_handle_is_an_error(name: str) -> None:
         "device_plan",
         "device_plan_refresh",
         "device_read_on_host",
+        "device_refused",
         "device_updated",
         "group_backward",
         "group_weight_gradients",
@@ -583,6 +604,9 @@ def test_an_unknown_handle_is_an_error(name: str) -> None:
         bad = _GONE
     with pytest.raises((RuntimeError, ValueError), match="handle"):
         getattr(torch.ops.recstore_ops, name)(bad, *CASES[name]()[1:])
+
+
+_NUMBERS = torch.zeros(3, dtype=torch.int32)
 
 
 def test_native_checks_do_not_rely_on_the_wrappers() -> None:
@@ -596,10 +620,16 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_make_device_slots(table, 0), "from 1 to"),
         (lambda: native.table_make_device_slots(_on_device(), 1), "already"),
         (lambda: native.device_planned(table), "no device slots"),
-        (lambda: native.device_plan(_begun(), [0], torch.zeros(3)), "out"),
+        (lambda: native.device_plan(_begun(), [0], [0], torch.zeros(3)), "out"),
+        (lambda: native.device_plan(_begun(), [], [0], _NUMBERS), "firsts"),
+        (lambda: native.device_plan(_begun(), [0], [1], _NUMBERS), "arenas"),
+        (lambda: native.device_refused(_begun()), "no plan"),
+        (lambda: native.device_read_on_host(_begun(), torch.zeros(3)), "8 elements"),
         (
-            lambda: native.device_plan(_begun(), [], torch.zeros(3, dtype=torch.int32)),
-            "firsts",
+            lambda: native.device_stage_rows(
+                _on_device(), PLACES - 9, IDS, True, None, None, torch.zeros(3, 8)
+            ),
+            "slots",
         ),
         (lambda: native.device_stage(_on_device(), torch.zeros(1, 8)), "out"),
         (lambda: native.device_land(_on_device(), torch.zeros(1, 8)), "rows"),

@@ -94,12 +94,24 @@ def _group_begin(
     return ids.new_empty(1)
 
 
-def _device_plan(context: Tensor, firsts: object, out: Tensor) -> bool:
+def _device_plan(context: Tensor, firsts: object, arenas: object, out: Tensor) -> bool:
     return True
 
 
-def _read_on_host(context: Tensor) -> Tensor:
-    return context.new_empty((_size(), _size()), dtype=torch.float32)
+def _ids_by_table(context: Tensor) -> list[Tensor]:
+    return [context.new_empty(_size())]
+
+
+def _device_find(
+    table: int, ids: Tensor, first: int, staged: int, stages_missing: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = _size()
+    numbers = ids.new_empty(ids.shape, dtype=torch.int32)
+    return numbers, ids.new_empty(rows), ids.new_empty(rows)
+
+
+def _counted(context: Tensor) -> Tensor:
+    return context.new_empty(_size())
 
 
 def _dirty_of_pass(context: Tensor) -> list[Tensor]:
@@ -121,6 +133,10 @@ def _rows_forward(
 ) -> tuple[Tensor, Tensor]:
     rows = ids.new_empty(_size(), dtype=torch.float32)
     return rows, ids.new_empty(len(groups) if train else 0)
+
+
+def _rows_begin_each(groups: Sequence[int], ids: Tensor, counts: object) -> Tensor:
+    return ids.new_empty(len(groups))
 
 
 def _rows_forward_into(
@@ -150,14 +166,17 @@ _FAKES: dict[str, Callable[..., object]] = {
     "device_check_finite": _nothing,
     "device_commit": _nothing,
     "device_dirty_of_pass": _dirty_of_pass,
+    "device_find": _device_find,
     "device_land": _nothing,
     "device_locate": _nothing,
     "device_plan": _device_plan,
-    "device_plan_refresh": _nothing,
+    "device_plan_refresh": _counted,
     "device_pool": _nothing,
-    "device_read_on_host": _read_on_host,
+    "device_read_on_host": _nothing,
+    "device_refused": _ids_by_table,
     "device_settle": _nothing,
     "device_stage": _nothing,
+    "device_stage_rows": _nothing,
     "device_update": _nothing,
     "device_updated": _nothing,
     "device_weight_gradients": _nothing,
@@ -174,6 +193,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "ids_split": _ids_split,
     "mix_ids": _mixed_ids,
     "rows_begin": _some_ids,
+    "rows_begin_each": _rows_begin_each,
     "rows_forward": _rows_forward,
     "rows_forward_into": _rows_forward_into,
     "rows_put": _nothing,

@@ -558,14 +558,46 @@ group_begin: Callable[[int, Tensor, Tensor, Tensor | None], Tensor] = (
 """(group, ids (N,) int64, offsets, weights) -> the context of a training lookup without
 its output.
 """
-device_plan: Callable[[Tensor, Sequence[int], Tensor], bool] = _ops.device_plan.default
-"""(context, number of the first device slot of each table, out (N,) int32) -> whether
-the rows of the pass fit on the device.
+device_plan: Callable[[Tensor, Sequence[int], Sequence[int], Tensor], bool] = (
+    _ops.device_plan.default
+)
+"""(context, number of the first device slot of each table, arena of each table, out
+(N,) int32) -> whether the rows of the lookup fit on the device.
 
-If they do, a plan exists, and ``out`` has the device slot of each position.
+The context may have several passes; the tables are those of all passes. If the rows
+fit, a plan exists, and ``out`` has the number of each position's row, as
+``kernels/device_interface.py`` explains it. The staging of an arena has the initial
+rows of :data:`device_refused`, table by table.
 """
-device_plan_refresh: Callable[[Tensor], None] = _ops.device_plan_refresh.default
-"""(context). Plans that rows of the pass that the host has written are copied again."""
+device_refused: Callable[[Tensor], list[Tensor]] = _ops.device_refused.default
+"""(context) -> the raw ids of each table, (n,) int64, that admission has refused in a
+planned lookup.
+"""
+device_plan_refresh: Callable[[Tensor], Tensor] = _ops.device_plan_refresh.default
+"""(context) -> whether each table counts the update of the lookup, (tables,) int64.
+
+Plans that rows of the lookup that the host has written are copied again. A table does
+not count the update if its rows were exchanged after the lookup.
+"""
+device_find: Callable[[int, Tensor, int, int, bool], tuple[Tensor, Tensor, Tensor]] = (
+    _ops.device_find.default
+)
+"""(table, raw ids (N,) int64, number of its first device slot, number of rows that the
+staging of its arena has already, whether ids that read as zeros are staged) -> the
+number of each id's row, (N,) int32, and the host's slots and the ids of the rows that
+this call adds to the staging, (n,) int64.
+"""
+device_stage_rows: Callable[
+    [int, Tensor | None, Tensor, bool, Tensor | None, Tensor | None, Tensor], None
+] = _ops.device_stage_rows.default
+"""(table, slots (n,) int64 or None for ids without a row, ids (n,) int64, whether ids
+without a row always read as their initial rows, ids of rows elsewhere, ascending, their
+images, out (n, stride) float32). Writes the rows of a staging to ``out``.
+"""
+device_skipped: Callable[[int, int], None] = _ops.device_skipped.default
+"""(table, rows). Counts rows that an update has left as they are, because their gradient
+was not finite. The update has counted them as updated.
+"""
 device_planned: Callable[[int], tuple[Tensor, Tensor]] = _ops.device_planned.default
 """(table) -> the device slots to which its plan copies rows, and those whose rows it
 copies to the host before, each (n,) int32 from 0.
@@ -578,8 +610,10 @@ device_abort: Callable[[Tensor], None] = _ops.device_abort.default
 """(context). Ends its plans, of which nothing has been carried out."""
 device_updated: Callable[[Tensor], None] = _ops.device_updated.default
 """(context). Notes that the device has updated the rows of the pass."""
-device_read_on_host: Callable[[Tensor], Tensor] = _ops.device_read_on_host.default
-"""(context) -> the output of the lookup, from the rows of the host."""
+device_read_on_host: Callable[[Tensor, Tensor], None] = _ops.device_read_on_host.default
+"""(context, out, float32, contiguous). Writes the output of the lookup, from the rows of
+the host.
+"""
 device_dirty: Callable[[int, Tensor | None], Tensor] = _ops.device_dirty.default
 """(table, ids (N,) int64 or None for all) -> the device slots of those rows that are
 newer than the host's, (n,) int32.
@@ -608,6 +642,12 @@ rows_forward: Callable[
 
 ``contexts[i : i + 1]`` is the argument of :func:`group_backward` for group ``i``.
 """
+rows_begin_each: Callable[[Sequence[int], Tensor, Sequence[int]], Tensor] = (
+    _ops.rows_begin_each.default
+)
+"""(groups, ids, counts) -> the contexts of a training :data:`rows_forward`, without its
+rows.
+"""
 rows_forward_into: Callable[
     [Sequence[int], Tensor, Sequence[int], bool, Tensor], Tensor
 ] = _ops.rows_forward_into.default
@@ -617,10 +657,11 @@ the contexts of :data:`rows_forward`, whose rows are written to ``out``.
 
 # Rows in the memory of a device: kernels/device_interface.py has the arguments.
 device_settings: Callable[
-    [int, Sequence[float], Sequence[str], Sequence[str]], tuple[Tensor, Tensor]
+    [Sequence[int], Sequence[float], Sequence[str], Sequence[str]],
+    tuple[Tensor, Tensor],
 ] = _ops.device_settings.default
-"""(group, learning_rates, number_names, integer_names) -> the settings of the next
-update of each table: numbers (tables, number names) float32, and integers (tables,
+"""(groups, learning_rates, number_names, integer_names) -> the settings of the next
+update of each table of the groups: numbers (tables, number names) float32, and integers (tables,
 integer names) int64, in the order of the names.
 
 ``learning_rates`` has one entry for each table. Nothing changes, so that the caller

@@ -178,7 +178,7 @@ class Run {
     pair.pass = begun(side_.group, pair.data->batch, nullptr, executor_, pair.data);
     side_.land();
     std::vector<int32_t> slots(pair.data->ids.size());
-    if (random_() % 4 != 0 && pair.pass->plan_on_device({0, kSlots}, slots.data())) {
+    if (random_() % 4 != 0 && plan(*pair.pass, slots.data())) {
       pair.slots = std::move(slots);
       if (random_() % 8 != 0) {
         side_.carry_out(*pair.pass);
@@ -197,6 +197,10 @@ class Run {
     }
     CHECK(equal(out, wanted));
     pairs_.push_back(std::move(pair));
+  }
+  static bool plan(Pass& pass, int32_t* slots) {
+    std::vector<int64_t> staged{0};
+    return pass.plan_on_device({0, kSlots}, {0, 0}, staged, slots);
   }
   void pool(const Pair& pair, float* out) {
     const std::vector<Slot> slots(pair.slots.begin(), pair.slots.end());
@@ -346,7 +350,8 @@ void test_moves() {
   const Batch batch{ids.data() + kFirst, kOnDevice, nullptr, nullptr, kOnDevice};
   auto pass = begun(group, batch, nullptr, serial);
   std::vector<int32_t> slots(kOnDevice);
-  CHECK(pass->plan_on_device({0}, slots.data()));
+  std::vector<int64_t> staged{0};
+  CHECK(pass->plan_on_device({0}, {0}, staged, slots.data()));
   pass->commit_plan();
   pass->updated_on_device(serial);
   pass.reset();  // the slots of removed rows would wait for it
@@ -386,13 +391,14 @@ void test_refusals() {
   const Batch batch{ids.data(), 3, nullptr, nullptr, 3};
   const auto pass = begun(group, batch, nullptr, serial);
   std::vector<int32_t> slots(3);
-  CHECK_THROWS(pass->plan_on_device({0}, slots.data()), InvalidArgument);  // no device slots
+  std::vector<int64_t> staged{0};
+  CHECK_THROWS(pass->plan_on_device({0}, {0}, staged, slots.data()), InvalidArgument);  // no device slots
   table->make_device_slots(2);
   CHECK_THROWS(table->make_device_slots(2), InvalidArgument);
-  CHECK_THROWS(pass->plan_on_device({}, slots.data()), InvalidArgument);
-  CHECK(pass->plan_on_device({5}, slots.data()) && slots[0] == 5 && slots[1] == 6 && slots[2] == 5);
+  CHECK_THROWS(pass->plan_on_device({}, {}, staged, slots.data()), InvalidArgument);
+  CHECK(pass->plan_on_device({5}, {0}, staged, slots.data()) && slots[0] == 5 && slots[1] == 6 && slots[2] == 5);
   pass->commit_plan();
-  CHECK_THROWS(pass->plan_on_device({5}, slots.data()), InvalidArgument);  // once
+  CHECK_THROWS(pass->plan_on_device({5}, {0}, staged, slots.data()), InvalidArgument);  // once
   const float row[8] = {};
   CHECK_THROWS(land(*table, row, 1), InvalidArgument);
   const int32_t wrong = 2;

@@ -13,8 +13,7 @@ import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import device_rows, simulated, test_device
-from torchrec_recstore import SSDStore, TableOptions
-from torchrec_recstore.kernels import PooledGroup
+from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.store import Table
 
 pytestmark = pytest.mark.skipif(
@@ -50,25 +49,22 @@ def load(path: Path) -> dict[str, tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("options", "accumulation_steps", "message"),
+    ("dtype", "rows", "message"),
     [
-        (TableOptions(nonfinite="skip"), 1, "'t': .*nonfinite"),
-        (TableOptions(max_rows=9, cold_store=SSDStore("x")), 1, "'t': .*cold_store"),
-        (TableOptions(), 2, "tables t: .*accumulation_steps=1"),
+        (torch.int8, 5, "'t': .*dtype=torch.int8; use device_rows=0"),
+        (torch.float32, 0, "'t': .*needs at least one device row"),
     ],
 )
+@pytest.mark.parametrize("pools", [True, False])
 def test_what_cannot_be_on_a_device_is_refused(
-    options: TableOptions,
-    accumulation_steps: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, rows: int, message: str, pools: bool
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    with Table(4, options=options, name="t") as table:
-        group = PooledGroup([table], [0], "sum", accumulation_steps=accumulation_steps)
+    with Table(4, dtype=dtype, name="t") as table:
+        group: device_rows.Group = SequenceGroup([table])
+        if pools:
+            group = PooledGroup([table], [0], "sum")
         with pytest.raises(ValueError, match=message):
-            group.put_on_device(torch.device("cpu"), [5])
+            group.put_on_device(torch.device("cpu"), [rows])
         assert group.device_rows is None
 
 

@@ -299,7 +299,7 @@ def host_step(tables: Tables, batch: Batch) -> tuple[Tensor, Tensor | None]:
 
 def settings_of(tables: Tables) -> tuple[Tensor, Tensor]:
     """Returns the settings of the next update."""
-    return ops.device_settings(tables.group.handle, tables.rates, NUMBERS, INTEGERS)
+    return ops.device_settings([tables.group.handle], tables.rates, NUMBERS, INTEGERS)
 
 
 def assert_same_bits(

@@ -20,20 +20,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels.device_copies import CopyTarget
-from torchrec_recstore.kernels.device_interface import (
-    INTEGERS,
-    NUMBERS,
-    SEGMENT_FIELDS,
-    ArenaLayout,
-    UpdateKind,
-    kernels_of,
+from torchrec_recstore.kernels.device_arenas import Arena, Arenas
+from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget, staging, up
+from torchrec_recstore.kernels.device_interface import INTEGERS, NUMBERS, kernels_of
+from torchrec_recstore.kernels.device_lookups import HostBatch, Lookups
+from torchrec_recstore.kernels.device_passes import (
+    DevicePass,
+    Passes,
+    PreparedUpdate,
+    Settings,
 )
 from torchrec_recstore.kernels.device_transfers import (
     DeviceTransfers,
@@ -41,72 +42,45 @@ from torchrec_recstore.kernels.device_transfers import (
     PackedUp,
 )
 from torchrec_recstore.store import Table
+from torchrec_recstore.store.cold_tier import ColdTier
+from torchrec_recstore.store.memory_tier import holding
 
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 """The errors of a device or a host that has no memory for a copy."""
 
 
 @dataclass
-class _Arena:
-    """The rows of the tables of one layout on the device."""
+class _Staged:
+    """Rows of one table that a lookup reads from staging."""
 
-    layout: ArenaLayout
-    kind: UpdateKind
-    numbers: list[int]
-    """The tables, by their numbers in the group."""
-    firsts: list[int]
-    """The first row of each table."""
-    base: int
-    """The number of the first device slot."""
-    rows: Tensor
-    """(rows, stride) float32."""
+    slots: Tensor | None
+    """(n,) int64. The host's slots. None: the ids have no row."""
+    ids: Tensor
+    """(n,) int64."""
+    cold: tuple[Tensor, Tensor] | None
+    """The ids and images of the batch's rows in the cold store."""
+    initial: bool
+    """Whether an id without a row always reads as its initial row."""
 
 
 @dataclass
-class DevicePass:
-    """A training lookup on the device, for its backward."""
+class Updated:
+    """The result of an update on the device."""
 
-    memory: Tensor
-    """The memory of the tensors of this pass on the device."""
-    slots: Tensor
-    """(N,) int32, on the device: the device slot of each position."""
-    offsets: Tensor | None
-    """(F * B + 1,) int32, on the device. None if each bag has one position."""
-    weights: Tensor | None
-    """(N,) float32, on the device."""
-    segments: Tensor
-    """(F, 5) int64, on the device, arena by arena."""
-    ids: Tensor | None
-    """(N,) int64, on the device, if rows are rounded stochastically."""
-    bags: int
-    """The number of bags of each feature."""
-    counts: list[int]
-    """The number of positions of each arena."""
-    settings: _Settings
-    """The settings that an update needs if nothing changes until then."""
-    numbers: Tensor
-    """``settings.numbers`` on the device."""
-    integers: Tensor
-    """``settings.integers`` on the device."""
+    weight_gradients: Tensor | None
+    """(N,) float32, on the host."""
 
 
-@dataclass
-class _Settings:
-    """The settings of an update of all tables; see ``device_interface``."""
-
-    numbers: Tensor
-    integers: Tensor
-
-    def parts(self) -> dict[str, Tensor]:
-        """Returns the tensors, for a packed copy."""
-        return {"numbers": self.numbers, "integers": self.integers}
-
-    def equals(self, other: _Settings) -> bool:
-        """Returns whether the settings have the same bits."""
-        same_numbers = torch.equal(
-            self.numbers.view(torch.int32), other.numbers.view(torch.int32)
-        )
-        return same_numbers and torch.equal(self.integers, other.integers)
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Raises MemoryError if the host or the device has no memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "out of memory" not in text and "std::bad_alloc" not in text:
+            raise
+        raise MemoryError(text) from error
 
 
 @dataclass
@@ -123,10 +97,8 @@ class DeviceRows:
     """The device slots of a group's tables, and the copies of their rows.
 
     Args:
-        group: The handle of the native group.
+        lookups: The lookups of the group.
         tables: Its tables.
-        feature_tables: The number of each feature's table.
-        pooling: The way in which the rows of a bag are pooled.
         device: The device.
         rows: The number of device slots of each table.
         learning_rates: Returns the learning rate of each table. It is called in each
@@ -140,92 +112,56 @@ class DeviceRows:
 
     def __init__(
         self,
-        group: int,
+        lookups: Lookups,
         tables: Sequence[Table],
-        feature_tables: Sequence[int],
-        pooling: Literal["sum", "mean"],
         device: torch.device,
         rows: Sequence[int],
         learning_rates: Callable[[], Sequence[float]],
     ) -> None:
-        layouts = [ArenaLayout.of(table) for table in tables]
         self.device = device
         self.lock = threading.RLock()
+        """Keeps rows from moving. It is taken before the lock of a cold store."""
         self.passes = 0
         """The number of training lookups on the device so far."""
-        self._group = group
+        self.reads = 0
+        """The number of evaluation lookups on the device so far."""
+        self._lookups = lookups
         self._tables = list(tables)
-        self._mean = pooling == "mean"
-        self._kernels = kernels_of(device)
         self._learning_rates = learning_rates
         self._transfers = DeviceTransfers(device)
+        self._arenas = Arenas(tables, self._transfers.new_arena, rows)
+        self._kernels = kernels_of(device)
+        self._passes = Passes(lookups, self._arenas, self._kernels, device)
         self._fault: BaseException | None = None
         self._landing: tuple[Landing, list[int]] | None = None
-        self._firsts = [0] * len(tables)
-        self._arenas: list[_Arena] = []
-        base = 0
-        for layout in dict.fromkeys(layouts):
-            numbers = [n for n, other in enumerate(layouts) if other == layout]
-            arena = self._arena(layout, numbers, rows, base)
-            self._arenas.append(arena)
-            for number, first in zip(numbers, arena.firsts, strict=True):
-                self._firsts[number] = base + first
-            base += len(arena.rows)
-        self._order = [n for arena in self._arenas for n in arena.numbers]
-        """The tables in the order of the arenas."""
-        self._columns = sum(len(tables[n].columns) for n in feature_tables)
-        self._features = self._features_of_arenas(feature_tables)
+        kinds = [arena.kind for arena in self._arenas.all]
+        self._is_stochastic = any(kind.is_stochastic for kind in kinds)
+        self._raises = any(t.options.nonfinite == "raise" for t in tables)
+        self._skipped: Tensor | None = None
+        if any(kind.skips_nonfinite for kind in kinds):
+            self._skipped = torch.zeros(len(tables), dtype=torch.int64, device=device)
+        self._skipped_before = [0] * len(tables)
+        """The counts of skipped rows that the tables have."""
         for number, table in enumerate(tables):
             ops.table_make_device_slots(table.handle, rows[number])
             table.device_rows = self
-
-    def _arena(
-        self, layout: ArenaLayout, numbers: list[int], rows: Sequence[int], base: int
-    ) -> _Arena:
-        firsts = []
-        end = 0
-        for number in numbers:
-            firsts.append(end)
-            end += rows[number]
-        tables = [self._tables[number] for number in numbers]
-        return _Arena(
-            layout=layout,
-            kind=UpdateKind.of(layout, tables),
-            numbers=numbers,
-            firsts=firsts,
-            base=base,
-            rows=self._transfers.new_arena((end, layout.stride)),
-        )
-
-    def _features_of_arenas(
-        self, feature_tables: Sequence[int]
-    ) -> list[list[tuple[int, int, int]]]:
-        """Returns the features of each arena: their number, their first column in the
-        output, and their table.
-        """
-        column = 0
-        features: list[list[tuple[int, int, int]]] = [[] for _ in self._arenas]
-        for feature, number in enumerate(feature_tables):
-            for place, arena in enumerate(self._arenas):
-                if number in arena.numbers:
-                    features[place].append((feature, column, number))
-            column += len(self._tables[number].columns)
-        return features
+            table.tier.settle = partial(self.settle, table)
 
     def training_lookup(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, to: CopyTarget
+        self, batch: HostBatch, to: CopyTarget
     ) -> tuple[Tensor, Tensor, DevicePass | None]:
         """Looks up a batch for training.
 
-        Returns the pooled rows on the device, or on the host if the rows do not fit on
-        the device; the context for :meth:`update`; and the pass, None on the host.
+        Returns the output on the device; the context for the update; and the pass, None
+        if the device had no room or no memory, so that the lookup was done on the host.
         """
         with self.lock:
             self._check()
-            context = ops.group_begin(self._group, ids, offsets, weights)
+            context = self._lookups.begin(batch)
             self._land()
             try:
-                result = self._lookup_on_device(context, ids, offsets, weights, to)
+                with _memory_errors():
+                    result = self._lookup_on_device(context, batch, to)
             except MEMORY_ERRORS:
                 if self._fault is not None:
                     raise
@@ -233,137 +169,204 @@ class DeviceRows:
             if result is not None:
                 self.passes += 1
                 return result[0], context, result[1]
-            self.settle_pass(context)
-            return ops.device_read_on_host(context), context, None
+            staged = staging(self._lookups.output_shape(batch), to)
+            rows = self._read_on_host(context, batch, staged)
+            return up(rows, to, staged=staged), context, None
 
     def _lookup_on_device(
-        self,
-        context: Tensor,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        to: CopyTarget,
+        self, context: Tensor, batch: HostBatch, to: CopyTarget
     ) -> tuple[Tensor, DevicePass] | None:
         """Returns None if the rows do not fit on the device.
 
         Raises one of ``MEMORY_ERRORS`` if there is no memory for a copy or the output.
         """
-        slots = torch.empty(ids.shape, dtype=torch.int32)
-        if not ops.device_plan(context, self._firsts, slots):
+        slots = torch.empty(batch.ids.shape, dtype=torch.int32)
+        arenas = self._arenas
+        if not ops.device_plan(context, arenas.first_slots, arenas.of_table, slots):
             return None
-        batch = self._batch_up(context, ids, offsets, weights, slots)
-        with self._transfers.computing([batch.memory]):
-            out = torch.empty(
-                (batch.bags, self._columns), dtype=to.dtype, device=self.device
-            )
-            for arena, segments in self._parts(batch.segments):
-                self._kernels.pool(
-                    arena.layout,
-                    arena.rows,
-                    arena.base,
-                    None,
-                    batch.slots,
-                    batch.offsets,
-                    batch.weights,
-                    segments,
-                    batch.bags,
-                    self._mean,
-                    out,
-                )
-        return out, batch
+        try:
+            staged = []
+            for ids in ops.device_refused(context):
+                staged.append(_Staged(slots=None, ids=ids, cold=None, initial=True))
+            settings = self._settings(self._learning_rates())
+            on_device = self._batch_up(context, batch, slots, staged, settings)
+        except BaseException:
+            ops.device_abort(context)
+            raise
+        return self._pooled(batch, on_device, to), on_device
 
-    def update(
-        self, context: Tensor, batch: DevicePass, grad: Tensor, rates: Sequence[float]
-    ) -> None:
-        """Updates the rows of a pass on the device.
+    def _pooled(
+        self, batch: HostBatch, on_device: DevicePass, to: CopyTarget
+    ) -> Tensor:
+        shape = self._lookups.output_shape(batch)
+        with self._transfers.computing(on_device.memory):
+            return self._passes.pool(on_device, shape, to.dtype)
 
-        ``grad``, (B, columns), is the gradient of the output, on the device.
+    def lookup_on_host(
+        self, batch: HostBatch, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Looks up a batch for training, from the host's rows.
 
-        Raises:
-            MemoryError, torch.OutOfMemoryError: There is no memory on the device. If
-                :attr:`is_lost` is false, nothing has changed, and the pass can be
-                updated on the host.
+        Returns the output on the host, which is ``out`` unless that is None, and the
+        context for an update on the host.
         """
         with self.lock:
             self._check()
-            settings = self._settings(rates)
-            parts = {}
-            if not settings.equals(batch.settings):
-                parts = settings.parts()
-            ops.device_plan_refresh(context)
-            sent = self._carry_out(context, parts)
-            numbers, integers = batch.numbers, batch.integers
-            memory = [batch.memory]
-            if parts:
-                numbers, integers = sent.parts["numbers"], sent.parts["integers"]
-                memory.append(sent.memory)
-            with self._transfers.computing(memory):
-                self._run_update(context, batch, grad.contiguous(), numbers, integers)
+            context = self._lookups.begin(batch)
+            return self._read_on_host(context, batch, out), context
 
-    def _run_update(
+    def _read_on_host(
+        self, context: Tensor, batch: HostBatch, out: Tensor | None
+    ) -> Tensor:
+        self.settle_pass(context)
+        if out is None:
+            out = torch.empty(self._lookups.output_shape(batch), dtype=torch.float32)
+        ops.device_read_on_host(context, out)
+        return out
+
+    def evaluation_lookup(self, batch: HostBatch, to: CopyTarget) -> Tensor | None:
+        """Looks up a batch for evaluation. Rows on the device are read there, and no
+        row moves.
+
+        Returns the output on the device, or None if there is no memory there.
+        """
+        tiers = [table.tier for table in self._tables]
+        with self.lock, holding(tiers):
+            self._check()
+            try:
+                with _memory_errors():
+                    self._land()
+                    slots, staged = self._find(batch)
+                    on_device = self._batch_up(None, batch, slots, staged, None)
+                    out = self._pooled(batch, on_device, to)
+            except MEMORY_ERRORS:
+                return None
+            self.reads += 1
+            return out
+
+    def _find(self, batch: HostBatch) -> tuple[Tensor, list[_Staged]]:
+        """Returns the number of each position's row, (N,) int32, and the rows that are
+        staged, by table.
+        """
+        numbers_of_tables = []
+        staged = []
+        staged_rows = [0] * len(self._arenas.all)
+        ids_of_tables = self._lookups.ids_of_tables(batch)
+        for number, table in enumerate(self._tables):
+            arena = self._arenas.of_table[number]
+            cold = None
+            if isinstance(table.tier, ColdTier):
+                cold = table.tier.read(ids_of_tables[number])
+            numbers, slots, staged_ids = ops.device_find(
+                table.handle,
+                ids_of_tables[number],
+                self._arenas.first_slots[number],
+                staged_rows[arena],
+                cold is not None and len(cold[0]) > 0,
+            )
+            staged_rows[arena] += len(staged_ids)
+            numbers_of_tables.append(numbers)
+            staged.append(_Staged(slots, staged_ids, cold, initial=False))
+        return self._lookups.in_batch_order(batch, numbers_of_tables), staged
+
+    def update(
         self,
         context: Tensor,
         batch: DevicePass,
         grad: Tensor,
-        numbers: Tensor,
-        integers: Tensor,
-    ) -> None:
-        positions = batch.slots.shape
-        sources = torch.empty(positions, dtype=torch.int64, device=self.device)
-        scales = torch.empty(positions, dtype=torch.float32, device=self.device)
-        tables = torch.empty(positions, dtype=torch.int32, device=self.device)
-        self._kernels.locate(
-            batch.offsets,
-            batch.weights,
-            batch.segments,
-            batch.bags,
-            self._mean,
-            sources,
-            scales,
-            tables,
-        )
-        keys, order = self._kernels.sort(batch.slots)
-        with self._changing_rows():
-            begin = 0
-            for arena, count in zip(self._arenas, batch.counts, strict=True):
-                self._kernels.update(
-                    arena.kind,
-                    arena.rows,
-                    arena.base,
-                    keys,
-                    order,
-                    begin,
-                    begin + count,
-                    sources,
-                    scales,
-                    tables,
-                    grad,
-                    numbers,
-                    integers,
-                    batch.ids if arena.kind.is_stochastic else None,
-                    None,
-                    None,
-                )
-                begin += count
-            ops.device_updated(context)
+        rates: Sequence[float],
+        weight_gradients: bool,
+    ) -> Updated | None:
+        """Updates the rows of a pass on the device.
 
-    def lookup_on_host(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Looks up a batch for training, from the host's rows.
+        ``grad`` is the gradient of the output, on the device. ``rates`` has the
+        learning rate of each table.
 
-        Returns the output on the host and the context for an update on the host.
+        Returns None if nothing has changed, so that the caller updates the rows on the
+        host: there is no memory on the device, or a gradient is not finite, and a table
+        has ``nonfinite="raise"``, for which the update on the host raises the error.
         """
         with self.lock:
             self._check()
-            context = ops.group_begin(self._group, ids, offsets, weights)
-            self.settle_pass(context)
-            rows = ops.device_read_on_host(context)
-            return rows if out is None else out.copy_(rows), context
+            try:
+                with _memory_errors():
+                    counted = ops.device_plan_refresh(context)
+                    memory = self._refresh(context, batch, rates, counted)
+                with _memory_errors(), self._transfers.computing(memory):
+                    update = self._prepared(batch, grad, weight_gradients)
+                    with self._changing_rows():
+                        self._passes.update(batch, update, self._skipped)
+            except MEMORY_ERRORS:
+                if self._fault is not None:
+                    raise
+                return None
+            failed = update.failed_on_host
+            if failed is not None and bool(failed.wait()[-1]):
+                return None
+            with self._changing_rows():
+                ops.device_updated(context)
+            gradients = update.weight_gradients
+            return Updated(None if gradients is None else gradients.wait())
+
+    def _refresh(
+        self,
+        context: Tensor,
+        batch: DevicePass,
+        rates: Sequence[float],
+        counted: Tensor,
+    ) -> list[Tensor]:
+        """Copies the rows of a pass that the host has written since, and the settings of
+        the update if they have changed, to the device. Returns the memory of the pass.
+
+        ``counted``, (tables,) int64, is 0 for tables whose rows were exchanged after
+        the lookup. Their update changes nothing that is still used, and counts nothing.
+        """
+        try:
+            settings = self._settings(rates)
+            settings.integers[counted == 0, INTEGERS.index("nonfinite")] = 0
+            parts = {}
+            if batch.settings is None or not settings.equals(batch.settings):
+                parts = settings.parts()
+            sent = self._carry_out(context, parts)
+        except BaseException:
+            ops.device_abort(context)
+            raise
+        if parts:
+            batch.settings = settings
+            batch.numbers = sent.parts["numbers"]
+            batch.integers = sent.parts["integers"]
+            batch.memory.append(sent.memory)
+        return batch.memory
+
+    def _prepared(
+        self, batch: DevicePass, grad: Tensor, weight_gradients: bool
+    ) -> PreparedUpdate:
+        """Does everything of an update that comes before a row changes."""
+        assert batch.numbers is not None
+        assert batch.integers is not None
+        update = self._passes.prepare(batch, grad, batch.numbers, batch.integers)
+        if self._raises:
+            self._passes.check_finite(batch, update)
+        if weight_gradients:
+            self._passes.weight_gradients(batch, update)
+        return update
+
+    def count_skipped(self) -> None:
+        """Adds the rows that updates on the device have skipped, because their gradient
+        was not finite, to the counts of the tables.
+        """
+        with self.lock:
+            if self._skipped is None:
+                return
+            self._check()
+            with self._transfers.computing():
+                arriving = Arriving(self._skipped)
+            skipped = arriving.wait().tolist()
+            for number, table in enumerate(self._tables):
+                rows = skipped[number] - self._skipped_before[number]
+                if rows:
+                    ops.device_skipped(table.handle, rows)
+            self._skipped_before = skipped
 
     @contextmanager
     def settled(self, table: Table, ids: Tensor | None) -> Iterator[None]:
@@ -373,13 +376,11 @@ class DeviceRows:
             yield
 
     @contextmanager
-    def settled_batch(self, ids: Tensor, offsets: Tensor | None) -> Iterator[None]:
+    def settled_batch(self, batch: HostBatch) -> Iterator[None]:
         """Like :meth:`settled`, for the rows of a batch."""
         with self.lock:
             for table, table_ids in zip(
-                self._tables,
-                ops.group_table_ids(self._group, ids, offsets),
-                strict=True,
+                self._tables, self._lookups.ids_of_tables(batch), strict=True
             ):
                 self.settle(table, table_ids)
             yield
@@ -418,6 +419,8 @@ class DeviceRows:
         """
         with self.lock:
             self._check()
+            if ids is None:
+                self.count_skipped()
             self._land()
             dirty = ops.device_dirty(table.handle, ids)
             self._bring([(self._tables.index(table), dirty)])
@@ -433,13 +436,13 @@ class DeviceRows:
         """Copies dirty rows to the host, all of them in one copy, and writes them."""
         slots_of_tables = dict(dirty)
         nothing = torch.empty(0, dtype=torch.int32)
-        rows = self._rows([slots_of_tables.get(n, nothing) for n in self._order])
+        rows = self._rows([slots_of_tables.get(n, nothing) for n in self._arenas.order])
         if len(rows.slots) == 0:
             return
         sent = self._transfers.up({"slots": rows.slots})
         landing = self._down(rows.counts, sent.parts["slots"])
         parts = self._by_table(landing.wait(), rows.counts)
-        for number, table_rows in zip(self._order, parts, strict=True):
+        for number, table_rows in zip(self._arenas.order, parts, strict=True):
             slots = slots_of_tables.get(number)
             if slots is not None and len(slots):
                 ops.device_settle(self._tables[number].handle, slots, table_rows)
@@ -450,7 +453,7 @@ class DeviceRows:
             return
         landing, counts = self._landing
         parts = self._by_table(landing.wait(), counts)
-        for place, number in enumerate(self._order):
+        for place, number in enumerate(self._arenas.order):
             if counts[place]:
                 ops.device_land(self._tables[number].handle, parts[place])
                 counts[place] = 0
@@ -471,7 +474,7 @@ class DeviceRows:
         try:
             plans = [
                 ops.device_planned(self._tables[number].handle)
-                for number in self._order
+                for number in self._arenas.order
             ]
             arriving = self._rows([targets for targets, _ in plans])
             leaving = self._rows([slots for _, slots in plans])
@@ -498,7 +501,7 @@ class DeviceRows:
         arenas.
         """
         slots = []
-        firsts = [first for arena in self._arenas for first in arena.firsts]
+        firsts = [first for arena in self._arenas.all for first in arena.firsts]
         for first, table_slots in zip(firsts, slots_of_tables, strict=True):
             slots.append(table_slots + first)
         return _Rows(torch.cat(slots), [len(of_table) for of_table in slots])
@@ -507,23 +510,23 @@ class DeviceRows:
         """Returns the rows that the plans copy, on the device."""
         staged = self._transfers.pinned((self._floats(counts),), torch.float32)
         parts = self._by_table(staged, counts)
-        for number, count, part in zip(self._order, counts, parts, strict=True):
+        for number, count, part in zip(self._arenas.order, counts, parts, strict=True):
             if count:
                 ops.device_stage(self._tables[number].handle, part)
         return self._transfers.copied_up(staged)
 
     def _floats(self, counts: Sequence[int]) -> int:
         """Returns the number of floats of rows, given by their numbers by table."""
-        rows = dict(zip(self._order, counts, strict=True))
+        rows = dict(zip(self._arenas.order, counts, strict=True))
         floats = 0
-        for arena in self._arenas:
+        for arena in self._arenas.all:
             floats += arena.layout.stride * sum(rows[n] for n in arena.numbers)
         return floats
 
     def _by_table(self, flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """Returns the rows of each table, (n, stride), of a flat tensor."""
         strides = []
-        for arena in self._arenas:
+        for arena in self._arenas.all:
             strides.extend([arena.layout.stride] * len(arena.numbers))
         parts = []
         begin = 0
@@ -535,14 +538,14 @@ class DeviceRows:
 
     def _by_arena(
         self, slots: Tensor, flat: Tensor, counts: Sequence[int]
-    ) -> Iterator[tuple[_Arena, Tensor, Tensor]]:
+    ) -> Iterator[tuple[Arena, Tensor, Tensor]]:
         """Returns the arenas that have some of the rows, with the slots and the rows,
         (n, stride).
         """
-        rows = dict(zip(self._order, counts, strict=True))
+        rows = dict(zip(self._arenas.order, counts, strict=True))
         first = 0
         begin = 0
-        for arena in self._arenas:
+        for arena in self._arenas.all:
             count = sum(rows[number] for number in arena.numbers)
             end = begin + count * arena.layout.stride
             if count:
@@ -567,75 +570,78 @@ class DeviceRows:
                 self._kernels.gather(arena.rows, arena_slots, rows)
         return self._transfers.down(gathered)
 
-    def _settings(self, rates: Sequence[float]) -> _Settings:
-        settings = ops.device_settings(self._group, list(rates), NUMBERS, INTEGERS)
-        return _Settings(*settings)
+    def _settings(self, rates: Sequence[float]) -> Settings:
+        settings = ops.device_settings(
+            self._lookups.groups, list(rates), NUMBERS, INTEGERS
+        )
+        return Settings(*settings)
 
     def _batch_up(
         self,
-        context: Tensor,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
+        context: Tensor | None,
+        batch: HostBatch,
         slots: Tensor,
+        staged: Sequence[_Staged],
+        settings: Settings | None,
     ) -> DevicePass:
-        """Carries out a plan, and copies what kernels need of the batch along."""
-        features = sum(map(len, self._features))
-        bags = (len(offsets) - 1) // max(features, 1)
-        segments, counts = self._segments(offsets, bags)
-        settings = self._settings(self._learning_rates())
-        parts = {"slots": slots, "segments": segments, **settings.parts()}
-        if not _is_one_each(offsets, len(ids)):
-            parts["offsets"] = offsets.int()
-        if weights is not None:
-            parts["weights"] = weights.detach()
-        if any(arena.kind.is_stochastic for arena in self._arenas):
-            parts["ids"] = ids
-        sent = self._carry_out(context, parts)
+        """Copies what kernels need of a batch to the device, and carries out the plan
+        of a training lookup with the same copy.
+
+        An evaluation has no context, and no settings.
+        """
+        packed = self._passes.segments(batch, slots)
+        parts = {"slots": slots, "segments": packed.fields}
+        if settings is not None:
+            parts.update(settings.parts())
+        if batch.offsets is not None and not batch.has_bags_of_one:
+            parts["offsets"] = batch.offsets.int()
+        if batch.weights is not None:
+            parts["weights"] = batch.weights.detach()
+        if settings is not None and self._is_stochastic:
+            parts["ids"] = batch.ids
+        rows = self._staging_up(staged)
+        if context is None:
+            sent = self._transfers.up(parts)
+        else:
+            sent = self._carry_out(context, parts)
         return DevicePass(
-            memory=sent.memory,
+            memory=[sent.memory, *(part for part in rows if part is not None)],
             slots=sent.parts["slots"],
+            staging=rows,
             offsets=sent.parts.get("offsets"),
             weights=sent.parts.get("weights"),
             segments=sent.parts["segments"],
+            packed=packed,
             ids=sent.parts.get("ids"),
-            bags=bags,
-            counts=counts,
             settings=settings,
-            numbers=sent.parts["numbers"],
-            integers=sent.parts["integers"],
+            numbers=sent.parts.get("numbers"),
+            integers=sent.parts.get("integers"),
         )
 
-    def _segments(self, offsets: Tensor, bags: int) -> tuple[Tensor, list[int]]:
-        """Returns the segments of all arenas, and the number of positions of each
-        arena.
-        """
-        positions = offsets[::bags].tolist() if bags else []
-        segments = []
-        counts = []
-        for of_arena in self._features:
-            count = 0
-            for feature, column, number in of_arena:
-                segments.append((feature * bags, bags, column, self._columns, number))
-                if bags:
-                    count += positions[feature + 1] - positions[feature]
-            counts.append(count)
-        packed = torch.tensor(segments, dtype=torch.int64)
-        return packed.view(-1, SEGMENT_FIELDS), counts
-
-    def _parts(self, segments: Tensor) -> list[tuple[_Arena, Tensor]]:
-        """Returns the arenas that the features use, with their segments."""
-        parts = []
-        begin = 0
-        for arena, of_arena in zip(self._arenas, self._features, strict=True):
-            if of_arena:
-                parts.append((arena, segments[begin : begin + len(of_arena)]))
-            begin += len(of_arena)
-        return parts
-
-
-def _is_one_each(offsets: Tensor, positions: int) -> bool:
-    """Returns whether each bag has one position. The offsets are valid."""
-    if len(offsets) - 1 != positions:
-        return False
-    return bool((offsets[1:] > offsets[:-1]).all())
+    def _staging_up(self, staged: Sequence[_Staged]) -> list[Tensor | None]:
+        """Copies staged rows to the device, those of each arena in one tensor."""
+        staging_of_arenas: list[Tensor | None] = []
+        for arena in self._arenas.all:
+            rows = sum(len(staged[number].ids) for number in arena.numbers)
+            if rows == 0:
+                staging_of_arenas.append(None)
+                continue
+            shape = (rows, arena.layout.stride)
+            on_host = self._transfers.pinned(shape, torch.float32)
+            begin = 0
+            for number in arena.numbers:
+                of_table = staged[number]
+                end = begin + len(of_table.ids)
+                cold_ids, cold_images = of_table.cold or (None, None)
+                ops.device_stage_rows(
+                    self._tables[number].handle,
+                    of_table.slots,
+                    of_table.ids,
+                    of_table.initial,
+                    cold_ids,
+                    cold_images,
+                    on_host[begin:end],
+                )
+                begin = end
+            staging_of_arenas.append(self._transfers.copied_up(on_host))
+        return staging_of_arenas

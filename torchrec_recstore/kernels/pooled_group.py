@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from typing import Literal
@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget
-from torchrec_recstore.kernels.device_rows import (
-    MEMORY_ERRORS,
-    DevicePass,
-    DeviceRows,
-)
+from torchrec_recstore.kernels.device_copies import CopyTarget
+from torchrec_recstore.kernels.device_lookups import BagLookups, HostBatch
 from torchrec_recstore.kernels.routing import BlockRouting, one_routing_each
 from torchrec_recstore.kernels.table_group import TableGroup
 from torchrec_recstore.options import check_int
@@ -75,6 +71,8 @@ class PooledGroup(TableGroup):
             for table in self.tables:
                 table.pending_passes = self._pending
         self.learning_rate = None
+        self.rows_lock: AbstractContextManager[object] = nullcontext()
+        """Keeps rows from moving while they are copied to a device."""
         routing_numbers = [
             (0, 0, 0, False) if routing is None else astuple(routing)
             for routing in routings
@@ -168,7 +166,7 @@ class PooledGroup(TableGroup):
             return
         ops.finish_updates()
         with ops.native_errors(self._label):
-            with self._device_kept():
+            with self.rows_lock:
                 ops.group_prefetch(self.handle, ids, counts)
             self.cold_rows.prefetch(ids, counts)
 
@@ -195,7 +193,7 @@ class PooledGroup(TableGroup):
         """See ``TableGroup.training_lookup``."""
         assert offsets is not None
         if self.device_rows is not None:
-            return self.device_rows.lookup_on_host(ids, offsets, weights, out)
+            return self.lookup_on_host(HostBatch(ids, offsets, counts, weights), out)
         if not self.cold_rows.tiers:
             return self._lookup(ids, offsets, weights, True, out)
         with self.cold_rows.resident(ids, offsets):
@@ -211,12 +209,33 @@ class PooledGroup(TableGroup):
     ) -> Tensor:
         """See ``TableGroup.evaluation_lookup``."""
         assert offsets is not None
+        if self.device_rows is None:
+            return self._read(ids, offsets, weights, out)
+        batch = HostBatch(ids, offsets, counts, weights)
+        with self.device_rows.settled_batch(batch):
+            return self._read(ids, offsets, weights, out)
+
+    def _read(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Returns the output of an evaluation lookup on the host."""
         if self.cold_rows.tiers:
             return self.cold_rows.read(ids, offsets, weights)
-        if self.device_rows is not None:
-            with self.device_rows.settled_batch(ids, offsets):
-                return self._lookup(ids, offsets, weights, False, out)[0]
         return self._lookup(ids, offsets, weights, False, out)[0]
+
+    def resident(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]
+    ) -> AbstractContextManager[object]:
+        """See ``TableGroup.resident``."""
+        return self.cold_rows.resident(ids, offsets)
+
+    def trains_on_device(self, to: CopyTarget | None) -> bool:
+        """See ``TableGroup.trains_on_device``. Gradients are accumulated on the host."""
+        return self.accumulation_steps == 1 and super().trains_on_device(to)
 
     def _lookup(
         self,
@@ -288,7 +307,7 @@ class PooledGroup(TableGroup):
         grad_weights: Tensor | None
         if self.accumulation_steps == 1:
             grad_weights = ops.group_backward(
-                context, grad, self._learning_rates(rate), weight_grads
+                context, grad, self.learning_rates(rate), weight_grads
             )
             return grad_weights if weight_grads else None
         # The gradient of the weights depends on the rows of the forward, so it is
@@ -301,7 +320,7 @@ class PooledGroup(TableGroup):
             contexts = [context for context, _ in self._pending]
             grads = [grad for _, grad in self._pending]
             self._pending.clear()
-            ops.group_accumulated_backward(contexts, grads, self._learning_rates(rate))
+            ops.group_accumulated_backward(contexts, grads, self.learning_rates(rate))
         return grad_weights
 
     def put_on_device(self, device: torch.device, rows: Sequence[int]) -> None:
@@ -311,74 +330,18 @@ class PooledGroup(TableGroup):
             ValueError: The rows of a table cannot be on a device. The message names the
                 table and the option.
         """
-        if self.accumulation_steps > 1:
-            raise ValueError(
-                f"{self._label}: rows on a device are updated after each backward: use"
-                " accumulation_steps=1, or keep the rows on the host"
-            )
-        for table in self.tables:
-            refused = None
-            if table.options.cold_store is not None:
-                refused = "cold_store"
-            if table.options.nonfinite != "pass":
-                refused = "nonfinite"
-            if refused is not None:
-                raise ValueError(
-                    f"table {table.name!r}: rows on a device cannot have"
-                    f" TableOptions({refused}=...): leave it out, or keep the rows on"
-                    " the host"
-                )
-        self.device_rows = DeviceRows(
-            self.handle,
-            self.tables,
-            self._feature_tables,
-            self._pooling,
-            device,
-            rows,
-            _learning_rates_of(weakref.ref(self)),
+        lookups = BagLookups(
+            self.handle, self.tables, self._feature_tables, self._pooling == "mean"
         )
-        # The lock of the rows on the device must not be taken in any later call.
-        self.updates_late = False
+        self.rows_lock = self.make_device_rows(lookups, self.tables, device, rows).lock
 
-    def update_on_device(
-        self, context: Tensor, on_device: DevicePass, grad: Tensor
-    ) -> None:
-        """See ``TableGroup.update_on_device``."""
-        assert self.device_rows is not None
-        rates = self._learning_rates(None)
-        try:
-            self.device_rows.update(context, on_device, grad, rates)
-        except MEMORY_ERRORS:
-            if self.device_rows.is_lost:
-                raise
-            on_host = Arriving(grad.detach()).wait().float()
-            self.update(context, on_host, False)
-
-    def _device_kept(self) -> AbstractContextManager[object]:
-        """Keeps rows from moving while they are copied to a device."""
-        return nullcontext() if self.device_rows is None else self.device_rows.lock
-
-    def _learning_rates(self, rate: float | None) -> list[float]:
+    def learning_rates(self, rate: float | None) -> list[float]:
+        """See ``TableGroup.learning_rates``."""
         if rate is None and self.learning_rate is not None:
             rate = self.learning_rate()
         if rate is not None:
             return [rate] * len(self.tables)
         return [table.optimizer.lr for table in self.tables]
-
-
-def _learning_rates_of(
-    group: weakref.ref[PooledGroup],
-) -> Callable[[], Sequence[float]]:
-    """Returns a function that returns the learning rates of a group, and does not keep
-    the group.
-    """
-
-    def learning_rates() -> Sequence[float]:
-        group_now = group()
-        assert group_now is not None
-        return group_now._learning_rates(None)
-
-    return learning_rates
 
 
 class ColdRows:

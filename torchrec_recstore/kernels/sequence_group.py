@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels.device_copies import CopyTarget
+from torchrec_recstore.kernels.device_lookups import HostBatch, RowLookups
 from torchrec_recstore.kernels.pooled_group import PooledGroup
 from torchrec_recstore.kernels.routing import BlockRouting, one_routing_each
 from torchrec_recstore.kernels.table_group import TableGroup
@@ -38,6 +39,7 @@ class SequenceGroup(TableGroup):
         accumulation_steps: int = 1,
     ) -> None:
         super().__init__(tables, len(tables))
+        self.tables = list(tables)
         self._groups = []
         for table, routing in zip(
             tables, one_routing_each(tables, routings), strict=True
@@ -106,8 +108,21 @@ class SequenceGroup(TableGroup):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``TableGroup.training_lookup``."""
+        if self.device_rows is not None:
+            return self.lookup_on_host(HostBatch(ids, None, counts, None), out)
         if not self._has_cold_rows:
             return self._lookup(ids, counts, True, out)
+        with self.resident(ids, None, counts):
+            return self._lookup(ids, counts, True, out)
+
+    @contextmanager
+    def resident(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]
+    ) -> Iterator[None]:
+        """See ``TableGroup.resident``."""
+        if not self._has_cold_rows:
+            yield
+            return
         with ExitStack() as stack:
             # All locks are taken here, in one order, because resident() takes the lock
             # of one table at a time.
@@ -117,7 +132,7 @@ class SequenceGroup(TableGroup):
             stack.enter_context(holding(tiers))
             for group, table_ids in self._ids_of_groups(ids, counts):
                 stack.enter_context(group.cold_rows.resident(table_ids, None))
-            return self._lookup(ids, counts, True, out)
+            yield
 
     def evaluation_lookup(
         self,
@@ -128,6 +143,13 @@ class SequenceGroup(TableGroup):
         out: Tensor | None = None,
     ) -> Tensor:
         """See ``TableGroup.evaluation_lookup``."""
+        if self.device_rows is None:
+            return self._read(ids, counts, out)
+        with self.device_rows.settled_batch(HostBatch(ids, None, counts, None)):
+            return self._read(ids, counts, out)
+
+    def _read(self, ids: Tensor, counts: Sequence[int], out: Tensor | None) -> Tensor:
+        """Returns the output of an evaluation lookup on the host."""
         if self._has_cold_rows:
             rows = []
             for group, table_ids in self._ids_of_groups(ids, counts):
@@ -159,11 +181,49 @@ class SequenceGroup(TableGroup):
         rate: float | None = None,
     ) -> Tensor | None:
         """See ``TableGroup.update``."""
+        if self.device_rows is None:
+            self._update(context, grad, counts, rate)
+            return None
+        with self.device_rows.lock:
+            self.device_rows.settle_pass(context)
+            self._update(context, grad, counts, rate)
+        return None
+
+    def _update(
+        self,
+        context: Tensor,
+        grad: Tensor,
+        counts: Sequence[int],
+        rate: float | None,
+    ) -> None:
         grads = torch.split(grad, self._sizes(counts))
         for number, group in enumerate(self._groups):
             table_grads = grads[number].reshape(-1, self._columns[number])
             group.update(context[number : number + 1], table_grads, False, rate=rate)
-        return None
+
+    def put_on_device(self, device: torch.device, rows: Sequence[int]) -> None:
+        """Gives each table ``rows`` device slots on a device, before the first lookup.
+
+        Raises:
+            ValueError: The rows of a table cannot be on a device. The message names the
+                table and the option.
+        """
+        lookups = RowLookups(self._handles, self.tables)
+        rows_on_device = self.make_device_rows(lookups, self.tables, device, rows)
+        for group in self._groups:
+            group.rows_lock = rows_on_device.lock
+
+    def trains_on_device(self, to: CopyTarget | None) -> bool:
+        """See ``TableGroup.trains_on_device``. Gradients are accumulated on the host."""
+        is_accumulated = any(group.accumulation_steps > 1 for group in self._groups)
+        return not is_accumulated and super().trains_on_device(to)
+
+    def learning_rates(self, rate: float | None) -> list[float]:
+        """See ``TableGroup.learning_rates``."""
+        rates = []
+        for group in self._groups:
+            rates.extend(group.learning_rates(rate))
+        return rates
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
         """Prepares a batch, with the ``ids`` and ``counts`` of :meth:`forward`.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from torchrec_recstore.kernels.device_copies import (
     traced,
     up,
 )
-from torchrec_recstore.kernels.device_rows import DevicePass, DeviceRows
+from torchrec_recstore.kernels.device_lookups import HostBatch, Lookups
+from torchrec_recstore.kernels.device_passes import DevicePass
+from torchrec_recstore.kernels.device_rows import DeviceRows
 from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.store import Table
 from torchrec_recstore.torch_seams import is_in_autograd_function, keeps_graph
@@ -140,11 +143,87 @@ class TableGroup(nn.Module):
     def wait_for_updates(self) -> None:
         """Waits for updates that are carried out elsewhere, or raises the error of one."""
 
-    def update_on_device(
-        self, context: Tensor, on_device: DevicePass, grad: Tensor
-    ) -> None:
-        """Updates the rows of one training lookup on the device, where ``grad`` is."""
+    def resident(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]
+    ) -> AbstractContextManager[object]:
+        """Brings the rows of a training step to memory, and keeps them there while the
+        caller runs the step.
+        """
+        return nullcontext()
+
+    def learning_rates(self, rate: float | None) -> list[float]:
+        """Returns the learning rate of each table for the next update.
+
+        They are ``rate`` unless that is None.
+        """
         raise NotImplementedError
+
+    def make_device_rows(
+        self,
+        lookups: Lookups,
+        tables: Sequence[Table],
+        device: torch.device,
+        rows: Sequence[int],
+    ) -> DeviceRows:
+        """Gives each table of the group ``rows`` device slots on a device."""
+        rates = _learning_rates_of(weakref.ref(self))
+        self.device_rows = DeviceRows(lookups, tables, device, rows, rates)
+        # The lock of the rows on the device must not be taken in any later call.
+        self.updates_late = False
+        return self.device_rows
+
+    def trains_on_device(self, to: CopyTarget | None) -> bool:
+        """Returns whether a training lookup in eager mode, whose output goes ``to`` a
+        device, is done there.
+        """
+        return self.device_rows is not None and to is not None
+
+    def lookup_on_device(
+        self, batch: HostBatch, to: CopyTarget
+    ) -> tuple[Tensor, Tensor, DevicePass | None]:
+        """Looks up a batch for training; see :meth:`DeviceRows.training_lookup`."""
+        assert self.device_rows is not None
+        with (
+            self.device_rows.lock,
+            self.resident(batch.ids, batch.offsets, batch.counts),
+        ):
+            return self.device_rows.training_lookup(batch, to)
+
+    def lookup_on_host(
+        self, batch: HostBatch, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Looks up a batch for training; see :meth:`DeviceRows.lookup_on_host`."""
+        assert self.device_rows is not None
+        with (
+            self.device_rows.lock,
+            self.resident(batch.ids, batch.offsets, batch.counts),
+        ):
+            return self.device_rows.lookup_on_host(batch, out)
+
+    def update_on_device(
+        self,
+        context: Tensor,
+        on_device: DevicePass,
+        grad: Tensor,
+        weight_grads: bool,
+        counts: Sequence[int],
+    ) -> Tensor | None:
+        """Updates the rows of one training lookup on the device, where ``grad`` is, or
+        on the host if the device cannot do it.
+
+        Returns the gradient of the per-sample weights on the host; see :meth:`update`.
+        """
+        assert self.device_rows is not None
+        rate = None if self.learning_rate is None else self.learning_rate()
+        rates = self.learning_rates(rate)
+        with self.device_rows.lock:
+            updated = self.device_rows.update(
+                context, on_device, grad, rates, weight_grads
+            )
+            if updated is not None:
+                return updated.weight_gradients
+            on_host = Arriving(grad).wait().float()
+            return self.update(context, on_host, weight_grads, counts, rate)
 
     def update_later(
         self, context: Tensor, arriving: Arriving, counts: Sequence[int]
@@ -258,6 +337,21 @@ class TableGroup(nn.Module):
             return _evaluated(self, to, ids, offsets, counts, weights)
 
 
+def _learning_rates_of(
+    group: weakref.ref[TableGroup],
+) -> Callable[[], Sequence[float]]:
+    """Returns a function that returns the learning rates of a group, and does not keep
+    the group.
+    """
+
+    def learning_rates() -> Sequence[float]:
+        group_now = group()
+        assert group_now is not None
+        return group_now.learning_rates(None)
+
+    return learning_rates
+
+
 def _all_frozen(tables: Sequence[Table]) -> bool:
     """Returns whether the tables are frozen.
 
@@ -284,6 +378,11 @@ def _evaluated(
     """Returns the output of an evaluation lookup, on the device of ``to``."""
     if to is None:
         return group.evaluation_lookup(ids, offsets, counts, weights)
+    if group.device_rows is not None:
+        batch = HostBatch(ids, offsets, counts, weights)
+        out = group.device_rows.evaluation_lookup(batch, to)
+        if out is not None:
+            return out
     staged = staging(group.output_shape(offsets, counts), to)
     out = group.evaluation_lookup(ids, offsets, counts, weights, staged)
     return up(out, to, staged=staged)
@@ -304,21 +403,18 @@ class _TrainingLookup(torch.autograd.Function):
         *batch: Any,
     ) -> Tensor:
         ids, offsets, counts, weights = batch
-        device_rows = group.device_rows
         ctx.on_device = None
-        if to is None or device_rows is None or ctx.needs_input_grad[_WEIGHTS]:
+        if group.trains_on_device(to):
+            assert to is not None
+            batch_on_host = HostBatch(ids, offsets, counts, weights)
+            out, context, ctx.on_device = group.lookup_on_device(batch_on_host, to)
+        else:
             staged = None
             if to is not None:
                 staged = staging(group.output_shape(offsets, counts), to)
             out, context = group.training_lookup(ids, offsets, counts, weights, staged)
             if to is not None:
                 out = up(out, to, staged=staged)
-        else:
-            out, context, ctx.on_device = device_rows.training_lookup(
-                ids, offsets, weights, to
-            )
-            if ctx.on_device is None:
-                out = up(out, to)
         # The backward reads the weights again. They are saved, so that autograd raises
         # if they are changed in place.
         ctx.save_for_backward(weights)
@@ -352,8 +448,10 @@ class _TrainingLookup(torch.autograd.Function):
         if ctx.on_device is not None:
             ops.finish_updates()
             with ops.native_errors(group._label):
-                group.update_on_device(context, ctx.on_device, grad)
-            return (None,) * 7
+                grad_weights = group.update_on_device(
+                    context, ctx.on_device, grad, weight_grads, ctx.counts
+                )
+            return None, None, None, None, None, None, grad_weights
         if not grad.is_cpu:
             arriving = Arriving(grad, beside_current=True)
             if group.updates_late and not weight_grads:

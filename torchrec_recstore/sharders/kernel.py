@@ -671,9 +671,12 @@ class RecStorePooledKernel(RecStoreKernel):
             return self._as_output(rows, target)
         bags = features.stride_per_key_per_rank()
         offsets = _padded_offsets(offsets, [sum(from_ranks) for from_ranks in bags])
-        rows = self._group.forward(ids, offsets, weights, train=self.training)
+        # The bags that are added are copied to the device only if the rows are there.
+        to = None if self._group.device_rows is None else target
+        rows = self._group.forward(ids, offsets, weights, train=self.training, to=to)
         rows = _rank_major(rows, bags, self._config.embedding_dims())
-        if target is not None:
+        if target is not to:
+            assert target is not None
             rows = to_device(rows, target)
         return self._as_output(rows, target)
 

@@ -348,7 +348,7 @@ class ColdTier(MemoryTier):
             else:
                 ids = ops.table_ids(self._handle)
             for part in torch.split(ids, _PART):
-                self._put(part, ops.table_images(self._handle, part))
+                self._put(part, self._images(part))
             self._written = mark
 
     def release(self) -> None:
@@ -361,7 +361,7 @@ class ColdTier(MemoryTier):
             resident = ops.table_ids(self._handle)
             rows_of_part = max(_PART, ceil_div(len(resident), _RELEASES))
             for ids in torch.split(resident, rows_of_part):
-                images = ops.table_images(self._handle, ids)
+                images = self._images(ids)
                 # A backward in another thread may have changed rows between the flush
                 # and the copy of the images.
                 is_changed = among(ids, self._changed())
@@ -486,7 +486,7 @@ class ColdTier(MemoryTier):
             leaving = ops.table_leaving(self._handle, ids, new_rows)
             if len(leaving) == 0:
                 return
-            images = ops.table_images(self._handle, leaving)
+            images = self._images(leaving)
             self._put(leaving, images)
             if len(self.dead):
                 is_stored_again = among(self.dead, leaving.sort().values)
@@ -509,6 +509,12 @@ class ColdTier(MemoryTier):
             # leave.
             if is_done:
                 return
+
+    def _images(self, ids: Tensor) -> Tensor:
+        """Returns the images of rows in memory."""
+        if self.settle is not None:
+            self.settle(ids)
+        return ops.table_images(self._handle, ids)
 
     def _put(self, ids: Tensor, images: Tensor) -> None:
         """Writes rows that are in memory.

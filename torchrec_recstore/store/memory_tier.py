@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal
 
@@ -42,6 +42,10 @@ class MemoryTier:
         self._handle = handle
         self.image_bytes = ops.table_image_bytes(handle)
         """The size in bytes of a row with all of its state, as a cold store stores it.
+        """
+        self.settle: Callable[[Tensor], object] | None = None
+        """Brings the rows of ids, (N,) int64, up to date in memory. None if they always
+        are, because no row is also on a device.
         """
         self.lock: AbstractContextManager[object] = nullcontext()
         """Keeps rows from moving between memory and the cold store."""

@@ -66,6 +66,9 @@ class RowsOnDevice(Protocol):
         memory, and keeps them so.
         """
 
+    def count_skipped(self) -> None:
+        """Completes the tables' counts of rows whose gradients were not finite."""
+
 
 PART_ROWS = 1 << 16
 """The rows that :meth:`Table.parts` reads, and :meth:`Table.write` writes, at once: it
@@ -854,7 +857,7 @@ class Table(AbstractContextManager["Table"]):
                 The call can be repeated.
         """
         ops.finish_updates()
-        with ops.native_errors(self._label):
+        with ops.native_errors(self._label), self._settled(None):
             self._shared_tier().flush()
 
     def refresh(self) -> None:
@@ -867,7 +870,7 @@ class Table(AbstractContextManager["Table"]):
             ValueError, ColdStoreError: See :meth:`flush`.
         """
         ops.finish_updates()
-        with ops.native_errors(self._label):
+        with ops.native_errors(self._label), self._settled(None):
             self._shared_tier().release()
 
     @property
@@ -902,6 +905,8 @@ class Table(AbstractContextManager["Table"]):
         """
         ops.finish_updates()
         with ops.native_errors(self._label):
+            if self.device_rows is not None:
+                self.device_rows.count_skipped()
             numbers = ops.table_stats(self.handle)
         counts = dict(zip(_NATIVE_STATS, numbers, strict=True))
         return TableStats(

@@ -1,9 +1,12 @@
 #include "lookup/device_pass.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
+#include "lookup/find.h"
 
 namespace recstore {
 
@@ -40,6 +43,50 @@ void settle_device_slots(Table& table, const int32_t* dirty, int64_t n, const fl
                  [&](int64_t i, Slot slot) { from_arena(layout, rows + i * layout.stride(), table.rows(), slot); });
 }
 
+int32_t StagedRows::number(int64_t id, Slot slot) {
+  const auto [found, is_new] = rows_.emplace(id, first_ + static_cast<int64_t>(ids_.size()));
+  if (is_new) {
+    ids_.push_back(id);
+    slots_.push_back(slot);
+  }
+  return static_cast<int32_t>(-2 - found->second);
+}
+
+void find_on_device(const Table& table, const int64_t* ids, int64_t n, int64_t first, bool stages_missing,
+                    StagedRows& staged, int32_t* out, Executor& executor) {
+  const DeviceSlots& device = device_slots(table);
+  if (device.in_flight() > 0) throw InvalidArgument("rows are in flight to the host: land them before a lookup");
+  std::vector<Slot> slots(static_cast<size_t>(n));
+  find(table, ids, n, slots.data(), executor);
+  stages_missing = stages_missing || table.config().missing_reads_init;
+  for (int64_t p = 0; p < n; ++p) {
+    const Slot slot = slots[static_cast<size_t>(p)];
+    if (slot == kNoSlot) {
+      out[p] = stages_missing ? staged.number(ids[p], kNoSlot) : -1;
+      continue;
+    }
+    const DeviceSlots::DeviceSlot on_device = device.device_slot(slot);
+    const bool is_read_there = on_device != DeviceSlots::kNone && device.is_readable(on_device);
+    out[p] = is_read_there ? static_cast<int32_t>(first + on_device) : staged.number(ids[p], slot);
+  }
+}
+
+void stage_rows(const Table& table, const int64_t* slots, const int64_t* ids, int64_t n, bool initial,
+                const RowsElsewhere& elsewhere, float* out) {
+  const ArenaLayout layout = ArenaLayout::of(table.config());
+  const auto weight_bytes = static_cast<size_t>(weight_floats(layout.row_type, layout.columns)) * sizeof(float);
+  for (int64_t i = 0; i < n; ++i, out += layout.stride()) {
+    std::fill(out, out + layout.stride(), 0.0f);
+    if (slots[i] != kNoSlot) {
+      to_arena(layout, table.rows(), static_cast<Slot>(slots[i]), out);
+    } else if (const char* row = elsewhere.find(ids[i]); row != nullptr) {
+      std::memcpy(out, row, weight_bytes);
+    } else if (initial || table.config().missing_reads_init) {
+      table.initializer().fill(ids[i], out);
+    }
+  }
+}
+
 std::vector<DeviceSlots::Range> Pass::ranges(int64_t table) const {
   std::vector<DeviceSlots::Range> ranges;
   const auto* slots = static_cast<const Slot*>(slots_.data());
@@ -51,15 +98,18 @@ std::vector<DeviceSlots::Range> Pass::ranges(int64_t table) const {
   return ranges;
 }
 
-bool Pass::plan_on_device(const std::vector<int64_t>& firsts, int32_t* out) {
-  if (firsts.size() != table_count()) throw InvalidArgument("firsts must have one entry for each table");
+bool Pass::plan_on_device(const std::vector<int64_t>& firsts, const std::vector<int64_t>& arenas,
+                          std::vector<int64_t>& staged, int32_t* out) {
+  if (firsts.size() != table_count() || arenas.size() != table_count()) {
+    throw InvalidArgument("firsts and arenas must have one entry for each table");
+  }
   if (planned_) throw InvalidArgument("a pass is planned once");
   const auto locks = group_->lock();
   for (const auto& table : group_->tables) device_slots(*table);
-  const auto* slots = static_cast<const Slot*>(slots_.data());
-  if (std::find(slots, slots + batch_.n_ids, kNoSlot) != slots + batch_.n_ids) return false;
   planned_ = true;
   std::vector<std::vector<DeviceSlots::DeviceSlot>> distinct;
+  std::vector<std::vector<int64_t>> refused(table_count());
+  std::vector<int64_t> staged_now = staged;
   size_t planned = 0;
   const auto abort = [&] {
     for (size_t t = 0; t < planned; ++t) group_->tables[t]->device()->abort();
@@ -77,22 +127,39 @@ bool Pass::plan_on_device(const std::vector<int64_t>& firsts, int32_t* out) {
       }
       distinct.push_back(table.device()->planned().distinct);
     }
+    for (size_t t = 0; t < table_count(); ++t) {
+      number_positions(static_cast<int64_t>(t), firsts[t], staged_now[arenas[t]], refused[t], out);
+      staged_now[arenas[t]] += static_cast<int64_t>(refused[t].size());
+    }
   } catch (...) {
     abort();
     throw;
   }
-  for (int64_t f = 0; f < group_->features(); ++f) {
-    const int64_t t = group_->feature_tables[f];
-    const DeviceSlots& device = *group_->tables[t]->device();
-    for (int64_t p = batch_.offset(f * batch_.bags); p < batch_.offset((f + 1) * batch_.bags); ++p) {
-      out[p] = static_cast<int32_t>(firsts[t] + device.planned_slot(slots[p]));
-    }
-  }
   on_device_ = std::move(distinct);
+  refused_ids_ = std::move(refused);
+  staged = std::move(staged_now);
   return true;
 }
 
-void Pass::plan_refresh() {
+void Pass::number_positions(int64_t table, int64_t first, int64_t staged, std::vector<int64_t>& refused,
+                            int32_t* out) const {
+  const DeviceSlots& device = *group_->tables[table]->device();
+  const auto* slots = static_cast<const Slot*>(slots_.data());
+  StagedRows rows(staged);
+  for (int64_t f = 0; f < group_->features(); ++f) {
+    if (group_->feature_tables[f] != table) continue;
+    for (int64_t p = batch_.offset(f * batch_.bags); p < batch_.offset((f + 1) * batch_.bags); ++p) {
+      if (slots[p] != kNoSlot) {
+        out[p] = static_cast<int32_t>(first + device.planned_slot(slots[p]));
+      } else {
+        out[p] = rows.number(group_->routings[table].raw_id(batch_.ids[p]), kNoSlot);
+      }
+    }
+  }
+  refused = rows.ids();
+}
+
+std::vector<bool> Pass::plan_refresh() {
   const auto locks = group_->lock();
   try {
     for (size_t t = 0; t < on_device_.size(); ++t) group_->tables[t]->device()->plan_refresh(on_device_[t]);
@@ -100,6 +167,9 @@ void Pass::plan_refresh() {
     for (const auto& table : group_->tables) table->device()->abort();
     throw;
   }
+  std::vector<bool> counts;
+  for (const uint32_t step : steps_) counts.push_back(step != kForgotten);
+  return counts;
 }
 
 void Pass::commit_plan() {

@@ -52,12 +52,18 @@ class Pass final : public PendingPass {
   // one call after the other, and lets nobody else use the device slots of these tables meanwhile; the passes lock the
   // tables for each call alone.
   //
-  // Plans that all rows of this pass have device slots. firsts: the number of the first device slot of each table. out:
-  // (n_ids,), receives the numbers. Returns false, and plans nothing, if the device has no room or some id has no row.
-  // A pass is planned once. Throws std::bad_alloc, InvalidArgument.
-  bool plan_on_device(const std::vector<int64_t>& firsts, int32_t* out);
-  // Plans that the stale rows of this pass are copied to the device again.
-  void plan_refresh();
+  // Plans that all rows of this pass have device slots. firsts: the number of the first device slot of each table.
+  // arenas: the arena of each table. staged: by arena, the number of rows in its staging, to which this call adds the
+  // initial rows that the pass reads because admission has refused their ids. out: (n_ids,), receives the number of a
+  // device slot, or -2 - r for row r of the staging. Returns false, and plans nothing, if the device has no room. A
+  // pass is planned once. Throws std::bad_alloc, InvalidArgument.
+  bool plan_on_device(const std::vector<int64_t>& firsts, const std::vector<int64_t>& arenas,
+                      std::vector<int64_t>& staged, int32_t* out);
+  // The ids, by table, whose initial rows the plan has added to the staging, each once and in their order there.
+  const std::vector<std::vector<int64_t>>& refused_ids() const { return refused_ids_; }
+  // Plans that the stale rows of this pass are copied to the device again. Returns for each table whether it counts the
+  // update; it does not if its rows were exchanged after the forward.
+  std::vector<bool> plan_refresh();
   void commit_plan();
   void abort_plan() noexcept;
   // Notes that the device has updated the rows: their marks, their step, and the count of updates.
@@ -78,6 +84,9 @@ class Pass final : public PendingPass {
   friend void accumulated_backward(const std::vector<std::shared_ptr<Pass>>&, const std::vector<const float*>&,
                                    const std::vector<float>&, Executor&);
   void count(const Distinct& distinct) noexcept;
+  // Writes the number of each position of a table to out, after its plan; see plan_on_device().
+  void number_positions(int64_t table, int64_t first, int64_t staged, std::vector<int64_t>& refused,
+                        int32_t* out) const;
   void settle_without_memory() noexcept;
   ResolvedBatch resolved() const { return {*group_, batch_, static_cast<const Slot*>(slots_.data())}; }
 
@@ -89,6 +98,7 @@ class Pass final : public PendingPass {
   Steps steps_;                    // by table: the step to be recorded, or 0 if it has been recorded
   std::vector<uint64_t> numbers_;  // by table: the number of this pass; empty before the pass has begun
   std::vector<std::vector<DeviceSlots::DeviceSlot>> on_device_;  // by table; empty for a pass on the host
+  std::vector<std::vector<int64_t>> refused_ids_;                // by table; empty for a pass on the host
   bool planned_ = false;
   Executor& executor_;
 };

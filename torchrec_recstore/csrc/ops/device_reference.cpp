@@ -110,41 +110,52 @@ Struct read_fields(const Names& names, const T* values) {
   return fields;
 }
 
-// Returns the settings of the next update of each table of a group: numbers (tables, number names) float32, and
-// integers (tables, integer names) int64.
-std::tuple<Tensor, Tensor> device_settings(int64_t group_handle, std::vector<double> learning_rates, Names number_names,
-                                           Names integer_names) {
-  const auto group = groups().get(group_handle);
-  const auto n = static_cast<int64_t>(group->tables.size());
-  if (static_cast<int64_t>(learning_rates.size()) != n) {
-    throw InvalidArgument("learning_rates must have one entry for each table");
+void write_settings(const Group& group, size_t t, double learning_rate, const Names& number_names,
+                    const Names& integer_names, float* numbers, int64_t* integers) {
+  const Table& table = *group.tables[t];
+  const TableConfig& config = table.config();
+  const Routing& routing = group.routings[t];
+  TableNumbers of_table;
+  of_table.scalars = step_scalars(config.optimizer, static_cast<float>(learning_rate), table.optimizer_steps() + 1);
+  of_table.max_gradient = static_cast<float>(config.optimizer.max_gradient);
+  of_table.decouple = of_table.scalars.decouple ? 1.0f : 0.0f;
+  const StochasticRounding rounding = rounding_of(table, routing);
+  TableIntegers integers_of_table;
+  integers_of_table.stochastic = rounding.of_weights ? 1 : 0;
+  integers_of_table.rounding_key = static_cast<int64_t>(rounding.key);
+  integers_of_table.column_begin = config.column_begin;
+  integers_of_table.block_rows = routing.block_rows;
+  integers_of_table.world_size = routing.world_size;
+  integers_of_table.rank = routing.rank;
+  integers_of_table.mixed = routing.mixed ? 1 : 0;
+  integers_of_table.nonfinite = static_cast<int64_t>(config.nonfinite);
+  write_fields(of_table, number_names, numbers);
+  write_fields(integers_of_table, integer_names, integers);
+}
+
+// Returns the settings of the next update of each table of groups: numbers (tables, number names) float32, and integers
+// (tables, integer names) int64.
+std::tuple<Tensor, Tensor> device_settings(std::vector<int64_t> group_handles, std::vector<double> learning_rates,
+                                           Names number_names, Names integer_names) {
+  std::vector<std::shared_ptr<const Group>> all;
+  size_t tables = 0;
+  for (const int64_t handle : group_handles) {
+    all.push_back(groups().get(handle));
+    tables += all.back()->tables.size();
   }
+  if (learning_rates.size() != tables) throw InvalidArgument("learning_rates must have one entry for each table");
   const auto number_count = static_cast<int64_t>(number_names.size());
   const auto integer_count = static_cast<int64_t>(integer_names.size());
-  Tensor numbers = empty({n, number_count}, ScalarType::Float);
-  Tensor integers = empty({n, integer_count}, ScalarType::Long);
-  const auto locks = group->lock_shared();
-  for (int64_t t = 0; t < n; ++t) {
-    const Table& table = *group->tables[t];
-    const TableConfig& config = table.config();
-    const Routing& routing = group->routings[t];
-    TableNumbers of_table;
-    of_table.scalars =
-        step_scalars(config.optimizer, static_cast<float>(learning_rates[t]), table.optimizer_steps() + 1);
-    of_table.max_gradient = static_cast<float>(config.optimizer.max_gradient);
-    of_table.decouple = of_table.scalars.decouple ? 1.0f : 0.0f;
-    const StochasticRounding rounding = rounding_of(table, routing);
-    TableIntegers integers_of_table;
-    integers_of_table.stochastic = rounding.of_weights ? 1 : 0;
-    integers_of_table.rounding_key = static_cast<int64_t>(rounding.key);
-    integers_of_table.column_begin = config.column_begin;
-    integers_of_table.block_rows = routing.block_rows;
-    integers_of_table.world_size = routing.world_size;
-    integers_of_table.rank = routing.rank;
-    integers_of_table.mixed = routing.mixed ? 1 : 0;
-    integers_of_table.nonfinite = static_cast<int64_t>(config.nonfinite);
-    write_fields(of_table, number_names, mutable_data<float>(numbers) + t * number_count);
-    write_fields(integers_of_table, integer_names, mutable_data<int64_t>(integers) + t * integer_count);
+  Tensor numbers = empty({static_cast<int64_t>(tables), number_count}, ScalarType::Float);
+  Tensor integers = empty({static_cast<int64_t>(tables), integer_count}, ScalarType::Long);
+  int64_t row = 0;
+  for (const auto& group : all) {
+    const auto locks = group->lock_shared();
+    for (size_t t = 0; t < group->tables.size(); ++t, ++row) {
+      write_settings(*group, t, learning_rates[static_cast<size_t>(row)], number_names, integer_names,
+                     mutable_data<float>(numbers) + row * number_count,
+                     mutable_data<int64_t>(integers) + row * integer_count);
+    }
   }
   return {std::move(numbers), std::move(integers)};
 }
@@ -591,7 +602,7 @@ void device_update(Names layout_names, std::vector<int64_t> layout_values, Tenso
 
 STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def(
-      "device_settings(int group, float[] learning_rates, str[] number_names, str[] integer_names) -> (Tensor, "
+      "device_settings(int[] groups, float[] learning_rates, str[] number_names, str[] integer_names) -> (Tensor, "
       "Tensor)");
   m.def(
       "device_pool(str[] layout_names, int[] layout, Tensor arena, int base, Tensor? staging, Tensor slots, Tensor? "

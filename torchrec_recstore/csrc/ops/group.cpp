@@ -230,6 +230,23 @@ Tensor rows_begin(int64_t group_handle, Tensor ids) {
   return context;
 }
 
+// The step of rows_forward, without the rows, which a device reads. Returns the contexts (groups,); see
+// lookup/device_pass.h.
+Tensor rows_begin_each(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts) {
+  ids = checked_ids(ids);
+  const auto parts = std::get<0>(divided(group_handles, ids, counts));
+  std::vector<std::shared_ptr<Pass>> made;
+  std::vector<Pass::Start> starts;
+  for (const auto& [group, batch] : parts) {
+    const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});
+    made.push_back(std::make_shared<Pass>(group, batch, inputs, executor()));
+    starts.push_back({made.back().get(), nullptr});
+  }
+  Tensor context = context_of(std::move(made));
+  Pass::begin(starts, executor());
+  return context;
+}
+
 // Returns the parts of a call for several groups of one feature. ids: the ids of each group, which this function makes
 // contiguous. rows: (n, columns) float32 for each group.
 std::vector<GroupRows> parts_of(const std::vector<int64_t>& group_handles, std::vector<Tensor>& ids,
@@ -383,6 +400,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("rows_forward(int[] groups, Tensor ids, int[] counts, bool train) -> (Tensor, Tensor)");
   m.def("rows_forward_into(int[] groups, Tensor ids, int[] counts, bool train, Tensor(a!) out) -> Tensor");
   m.def("rows_begin(int group, Tensor ids) -> Tensor");
+  m.def("rows_begin_each(int[] groups, Tensor ids, int[] counts) -> Tensor");
   m.def("rows_read(int[] groups, Tensor[] ids, Tensor(a!)[] out) -> ()");
   m.def("rows_update(int[] groups, Tensor[] ids, Tensor[] grads, float[] learning_rates) -> ()");
   m.def("group_table_ids(int group, Tensor ids, Tensor? offsets) -> Tensor[]");
@@ -408,6 +426,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("rows_forward", RECSTORE_ALLOCATING_OP(rows_forward));
   m.impl("rows_forward_into", RECSTORE_ALLOCATING_OP(rows_forward_into));
   m.impl("rows_begin", RECSTORE_ALLOCATING_OP(rows_begin));
+  m.impl("rows_begin_each", RECSTORE_ALLOCATING_OP(rows_begin_each));
   m.impl("rows_read", RECSTORE_ALLOCATING_OP(rows_read));
   m.impl("rows_update", RECSTORE_ALLOCATING_OP(rows_update));
   m.impl("group_table_ids", RECSTORE_ALLOCATING_OP(group_table_ids));
