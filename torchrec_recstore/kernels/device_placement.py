@@ -50,11 +50,6 @@ def put_asked_rows_on_device(
                 " table is frozen, and rows come to a device in training lookups; use"
                 " device_rows=0"
             )
-    if not isinstance(group, PooledGroup):
-        raise ValueError(
-            f"table {asked[0]!r}: rows cannot be in the memory of a device: the table"
-            " is looked up without pooling; use device_rows=0"
-        )
     group.put_on_device(_with_index(device), rows)
 
 
