@@ -61,6 +61,10 @@ SHOWN_COUNTS = (
     "cold_rows",
     "cold_hits",
     "nonfinite",
+    "device_rows",
+    "device_hits",
+    "device_arrivals",
+    "device_written_back",
 )
 
 

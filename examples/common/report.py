@@ -237,6 +237,7 @@ _COUNTS_OF_LIMITS = {
     "min_frequency": ["refused"],
     "cold_store": ["cold_rows", "cold_hits"],
     "nonfinite": ["nonfinite"],
+    "device_rows": ["device_rows", "device_hits", "device_arrivals"],
 }
 
 
@@ -257,7 +258,8 @@ def _columns(
     if limits_set:
         columns["hit rate"] = _hit_text
     for limit, counts in _COUNTS_OF_LIMITS.items():
-        # "nonfinite" is no limit, but a count that is shown if it is not 0
+        # "nonfinite" and "device_rows" are no limits of the examples, but counts that
+        # are shown if they are not 0
         has_happened = any(getattr(stats, limit, 0) for stats in tables.values())
         if limit in limits_set or has_happened:
             for count in counts:

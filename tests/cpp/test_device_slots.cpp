@@ -66,7 +66,7 @@ struct WithDevice : Host {
   std::vector<uint64_t> arena;
   std::vector<uint64_t> flying;  // the copy to the host that has not been waited for
   std::map<Slot, uint64_t> frequency;
-  int64_t arrivals = 0, refreshed = 0, written_back = 0, refused = 0, abandoned = 0;
+  int64_t hits = 0, arrivals = 0, refreshed = 0, written_back = 0, refused = 0, abandoned = 0;
 
   void land() {
     device.land([&](int64_t i, Slot slot) {
@@ -79,7 +79,10 @@ struct WithDevice : Host {
     land();
     std::vector<uint64_t> values;
     for (const DeviceSlot d : dirty) values.push_back(arena[d]);
-    device.settled(dirty, [&](int64_t i, Slot slot) { rows[slot] = values[static_cast<size_t>(i)]; });
+    device.settled(dirty, [&](int64_t i, Slot slot) {
+      rows[slot] = values[static_cast<size_t>(i)];
+      ++written_back;
+    });
   }
   void settle(const std::vector<Slot>& of) {
     settle_device_slots(device.dirty_slots({{of.data(), static_cast<int64_t>(of.size())}}));
@@ -103,6 +106,7 @@ struct WithDevice : Host {
       return device.abort();
     }
     for (size_t i = 0; i < up.size(); ++i) arena[plan.targets[i]] = up[i];
+    hits += plan.hits;
     arrivals += plan.arrivals;
     refreshed += static_cast<int64_t>(up.size()) - plan.arrivals;
     between();
@@ -296,6 +300,9 @@ void test_random_calls() {
   for (uint64_t seed = 0; seed < 200; ++seed) {
     Run run(seed);
     run.run(2000);
+    const DeviceSlots::Counts& counts = run.table().device.counts();
+    CHECK(counts.hits == run.table().hits && counts.arrivals == run.table().arrivals);
+    CHECK(counts.written_back == run.table().written_back);
     arrivals += run.table().arrivals;
     refreshed += run.table().refreshed;
     written_back += run.table().written_back;

@@ -19,7 +19,7 @@ from torchrec_recstore import LFU, LRU, Expiry, MinFrequency, SSDStore, TableOpt
 from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.optim import SGD, Adam, Optimizer, RowWiseAdagrad
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Table, TableStats
 
 Found = dict[str, Any]
 Group = PooledGroup | SequenceGroup
@@ -263,8 +263,20 @@ def part(table: Table) -> list[Any]:
     return [
         ids,
         *(bits(rows[name]) for name in sorted(rows)),
-        replace(table.stats(), bytes=0),
+        as_on_cpu(table.stats()),
     ]
+
+
+def as_on_cpu(stats: TableStats) -> TableStats:
+    """The statistics without those of the device, and without its memory."""
+    return replace(
+        stats,
+        bytes=0,
+        device_rows=0,
+        device_hits=0,
+        device_arrivals=0,
+        device_written_back=0,
+    )
 
 
 LIMITS = TableOptions(max_rows=70, eviction=LRU(), expiry=Expiry(steps=20))

@@ -4,6 +4,7 @@ mixture of passes on the device and on the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import device_rows, simulated, test_device
+from torchrec_recstore import SGD
 from torchrec_recstore.kernels import PooledGroup, SequenceGroup
+from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.store import Table
 
 pytestmark = pytest.mark.skipif(
@@ -36,11 +39,15 @@ def run(path: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     path = tmp_path_factory.mktemp("device_rows") / "found"
-    process = mp.get_context("spawn").Process(target=run, args=(str(path),))
+    run_in_process(run, str(path))
+    return load(path)
+
+
+def run_in_process(program: Callable[..., None], *arguments: str) -> None:
+    process = mp.get_context("spawn").Process(target=program, args=arguments)
     process.start()
     process.join(280)
     assert process.exitcode == 0
-    return load(path)
 
 
 def load(path: Path) -> dict[str, tuple[Any, Any]]:
@@ -66,6 +73,47 @@ def test_what_cannot_be_on_a_device_is_refused(
         with pytest.raises(ValueError, match=message):
             group.put_on_device(torch.device("cpu"), [rows])
         assert group.device_rows is None
+
+
+def test_statistics() -> None:
+    """A group with room for two rows of one table."""
+    run_in_process(count_rows)
+
+
+def count_rows() -> None:
+    device = simulated.register()
+    table = Table(4, name="t", optimizer=SGD(lr=1.0))
+    group = PooledGroup([table], [0], "sum")
+    group.put_on_device(device, [2])
+    to = CopyTarget(device, torch.float32)
+
+    def train(*ids: int) -> None:
+        offsets = torch.arange(len(ids) + 1)
+        out = group(torch.tensor(ids), offsets, train=True, to=to)
+        out.backward(torch.ones(len(ids), 4).to(device))
+
+    def counts() -> tuple[int, int, int, int]:
+        stats = table.stats()
+        return (
+            stats.device_rows,
+            stats.device_hits,
+            stats.device_arrivals,
+            stats.device_written_back,
+        )
+
+    assert counts() == (0, 0, 0, 0)
+    train(1, 1)
+    assert counts() == (1, 0, 1, 0)
+    train(1, 2)
+    assert counts() == (2, 1, 2, 0)
+    train(1, 2, 3)  # on the host, which brings the rows back
+    assert counts() == (2, 1, 2, 2)
+    train(3)  # takes the place of a row that is as new on the host
+    assert counts() == (2, 1, 3, 2)
+    table.lookup(torch.tensor([1, 2, 3]))
+    assert counts() == (2, 1, 3, 3)
+    table.remove(torch.tensor([3]))
+    assert counts() == (1, 1, 3, 3)
 
 
 @pytest.mark.parametrize("name", device_rows.SCENARIOS)

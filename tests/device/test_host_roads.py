@@ -15,7 +15,7 @@ import torch.utils.backend_registration
 
 from tests.device import host_roads, scenarios, simulated, streams
 from tests.device.test_device import same
-from tests.device.test_placement import ROWS, load, without_bytes
+from tests.device.test_placement import ROWS, as_on_cpu, load
 
 pytestmark = pytest.mark.skipif(
     not hasattr(
@@ -62,6 +62,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_host_has_the_rows_of_the_device(name: str, found: dict[str, Any]) -> None:
     on_cpu, on_device, unsettled, updates = found[name]
     assert updates
-    assert same(without_bytes(on_cpu), without_bytes(on_device))
+    assert same(as_on_cpu(on_cpu), as_on_cpu(on_device))
     if name not in ALONE:
-        assert not same(without_bytes(on_cpu), without_bytes(unsettled))
+        assert not same(as_on_cpu(on_cpu), as_on_cpu(unsettled))

@@ -91,6 +91,10 @@ _NATIVE_STATS = (
     "expired",
     "cold_hits",
     "refused_times",
+    "device_rows",
+    "device_hits",
+    "device_arrivals",
+    "device_written_back",
 )
 
 

@@ -253,6 +253,13 @@ class TableStats:
         steps: The number of training lookups.
         refused_times: The number of calls of ``set_time`` with a time that was refused.
             See ``Expiry.max_jump_s``.
+        device_rows: The number of rows that are also in the memory of the accelerator.
+            See ``TableOptions.device_rows``.
+        device_hits: The number of ids that training steps on the accelerator looked up
+            and found there.
+        device_arrivals: The number of ids whose rows these steps copied there.
+        device_written_back: The number of rows that were copied from the accelerator to
+            the host, because they left the accelerator or the host needed them.
     """
 
     rows: int = 0
@@ -270,6 +277,10 @@ class TableStats:
     nonfinite: int = 0
     steps: int = 0
     refused_times: int = 0
+    device_rows: int = 0
+    device_hits: int = 0
+    device_arrivals: int = 0
+    device_written_back: int = 0
 
 
 class StatsByTable(dict[str, TableStats]):

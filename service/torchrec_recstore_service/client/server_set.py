@@ -413,9 +413,11 @@ class ServerSet(ServerEpochs):
 
 
 def _table_stats(counts: Mapping[str, int]) -> TableStats:
-    """Returns the statistics of a reply, which may have more than this release knows."""
+    """Returns the statistics of a reply, which may have more than this release knows,
+    and lack those of rows on a device, which a server does not have.
+    """
     return TableStats(
-        **{field.name: counts[field.name] for field in fields(TableStats)}
+        **{field.name: counts.get(field.name, 0) for field in fields(TableStats)}
     )
 
 

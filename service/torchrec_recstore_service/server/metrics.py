@@ -33,7 +33,7 @@ _SECONDS = (
     10.0,
 )
 _SECONDS_NAMES = (*map(str, _SECONDS), "+Inf")
-_GAUGES = ("rows", "cold_rows", "bytes", "steps")
+_GAUGES = ("rows", "cold_rows", "bytes", "steps", "device_rows")
 
 Numbers = Mapping[str, tuple[str, Callable[[], float]]]
 """A description and a function of each number, by its name."""

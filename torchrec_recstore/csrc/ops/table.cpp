@@ -222,13 +222,17 @@ void table_add_left(int64_t table, Tensor ids, bool complete) {
 }
 
 // Returns rows, bytes, lookups, misses, inserts, updates, nonfinite, steps, refused, evicted, expired, cold hits,
-// refused times.
+// refused times, rows on the device, hits and arrivals there, and rows that were written back.
 std::vector<int64_t> table_stats(int64_t table) {
   const SharedTable owner(tables().get(table), executor());
   const Counters& c = owner->counters();
   const int64_t refused_times = owner->wall_clock() == nullptr ? 0 : owner->wall_clock()->refused();
-  return {owner->size(), owner->bytes(), c.lookups, c.misses,  c.inserts,   c.updates,    c.nonfinite,
-          c.steps,       c.refused,      c.evicted, c.expired, c.cold_hits, refused_times};
+  const DeviceSlots* device = owner->device();
+  const int64_t device_rows = device == nullptr ? 0 : device->rows();
+  const DeviceSlots::Counts d = device == nullptr ? DeviceSlots::Counts() : device->counts();
+  return {owner->size(), owner->bytes(), c.lookups, c.misses,   c.inserts,     c.updates,
+          c.nonfinite,   c.steps,        c.refused, c.evicted,  c.expired,     c.cold_hits,
+          refused_times, device_rows,    d.hits,    d.arrivals, d.written_back};
 }
 
 // Returns what admission has counted: ids (N,) int64, their counts (N,) uint8, and their generations (N,) uint8.

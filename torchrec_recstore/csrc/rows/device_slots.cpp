@@ -200,6 +200,8 @@ void DeviceSlots::commit() noexcept {
     Entry& entry = slots_[plan_.targets[i]];
     if (entry.state == State::kRefreshing) entry.state = State::kClean;
   }
+  counts_.hits += plan_.hits;
+  counts_.arrivals += plan_.arrivals;
   plan_ = {};
 }
 

@@ -78,6 +78,7 @@ class DeviceSlots {
     for (size_t i = 0; i < flight_.size(); ++i) {
       if (flight_[i] == kNoSlot) continue;
       write(static_cast<int64_t>(i), flight_[i]);
+      ++counts_.written_back;
       device_of_[flight_[i]] = kNone;
     }
     flight_.clear();
@@ -93,6 +94,7 @@ class DeviceSlots {
       Entry& entry = slots_[dirty[i]];
       if (entry.host == kNoSlot || entry.state != State::kDirty) continue;
       write(static_cast<int64_t>(i), entry.host);
+      ++counts_.written_back;
       entry.state = State::kClean;
     }
   }
@@ -104,6 +106,13 @@ class DeviceSlots {
   DeviceSlot device_slot(Slot slot) const;
   // Number of rows that have a device slot.
   int64_t rows() const { return rows_; }
+  // Distinct rows of the plans that were carried out, and rows that came back.
+  struct Counts {
+    int64_t hits = 0;
+    int64_t arrivals = 0;
+    int64_t written_back = 0;
+  };
+  const Counts& counts() const { return counts_; }
   int64_t bytes() const;
 
   static constexpr DeviceSlot kNone = 0xFFFFFFFFu;
@@ -140,6 +149,7 @@ class DeviceSlots {
   std::vector<uint8_t> overwritten_;  // for each of plan_.rows: the host has written the row since
   uint64_t plan_pass_ = 0;
   int64_t rows_ = 0;
+  Counts counts_;
 };
 
 }  // namespace recstore
