@@ -116,15 +116,12 @@ def register() -> torch.device:
                 ),
                 "PrivateUse1",
             )
-        # The collective of TorchRec's pipelines, which gloo runs on the values.
-        collective, c10d = (
-            torch.ops.c10d.alltoall_base_.default,
-            torch.library.Library("c10d", "IMPL"),
-        )
+        # The collectives of TorchRec, which gloo runs on the values.
+        c10d = torch.library.Library("c10d", "IMPL")
         _libraries.append(c10d)
-        c10d.impl(
-            "alltoall_base_", lambda *args: _run(collective, *args), "PrivateUse1"
-        )
+        for name in ("alltoall_base_", "_reduce_scatter_base_", "_allgather_base_"):
+            collective = getattr(torch.ops.c10d, name).default
+            c10d.impl(name, partial(_run, collective), "PrivateUse1")
         # torch's autograd of this view makes a plain tensor of it. No program here
         # differentiates it.
         aten.impl("view.dtype", _view_as_dtype, "AutogradPrivateUse1")
