@@ -19,6 +19,7 @@ from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.sharders.plan_entries import (
     OptionsInPlan,
     stock_key_value_params,
+    with_load_factor,
 )
 from torchrec_recstore.torchrec_seams.planning import ConstraintsSeams
 
@@ -94,6 +95,26 @@ def options_of(
         if isinstance(constraint, RecStoreConstraints)
         else TableOptions()
     )
+
+
+def planned_options(
+    constraints: Mapping[str, ParameterConstraints] | None,
+    table_name: str,
+    num_embeddings: int,
+    measured: TableStatistics | None,
+) -> TableOptions:
+    """Returns the options of a table's constraint, with the ``device_rows`` of its
+    ``CacheParams``.
+
+    Raises:
+        ValueError: The load factor is not from 0 to 1. The message names the table.
+    """
+    options = options_of(constraints, table_name)
+    constraint = (constraints or {}).get(table_name)
+    if constraint is None:
+        return options
+    rows = planned_rows(options, num_embeddings, measured)
+    return with_load_factor(table_name, options, constraint.cache_params, rows)
 
 
 def planned_rows(

@@ -35,6 +35,7 @@ from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner.constraints import (
     RecStoreConstraints,
     options_of,
+    planned_options,
     planned_rows,
     with_statistics,
 )
@@ -514,13 +515,27 @@ class RecStorePlanner(PlannerSeams):
                 # the same initial rows and would share their rows in a shared cold
                 # store.
                 row_name = f"{path}.{name}" if name_counts[name] > 1 else None
-                options = options_of(constraints_of(self), name)
+                options = self._options_in_plan(path, name)
                 module_plan[name] = RecStoreParameterSharding.of(
                     sharding,
                     options,
                     row_name,
                 )
             plan.plan[path] = RecStoreModulePlan(module_plan)
+
+    def _options_in_plan(self, path: str, name: str) -> TableOptions:
+        """Returns the options of a table of the plan."""
+        enumerator, _ = self.searched
+        if isinstance(enumerator, RecStoreEnumerator):
+            for option in enumerator.found:
+                if option.name == name and option.path == path:
+                    return planned_options(
+                        constraints_of(self),
+                        name,
+                        option.tensor.shape[0],
+                        enumerator.statistics.get(name),
+                    )
+        return options_of(constraints_of(self), name)
 
 
 class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
@@ -555,7 +570,8 @@ class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
         statistics = {}
         if isinstance(enumerator, RecStoreEnumerator):
             statistics = enumerator.statistics
-        lines = assumed(best_plan, constraints, statistics)
+        device = topology.compute_device
+        lines = assumed(best_plan, constraints, statistics, device)
         has_bus = topology.compute_device != "cpu"
         if has_bus and isinstance(enumerator, EmbeddingEnumerator):
             lines += _copied(best_plan, topology, constraints, enumerator.sharder_map)
@@ -567,15 +583,18 @@ def assumed(
     options: list[ShardingOption],
     constraints: dict[str, ParameterConstraints] | None,
     statistics: Mapping[str, TableStatistics] = MappingProxyType({}),
+    device: str = "cpu",
 ) -> list[str]:
     """Returns a line for each RecStore table with its rows and its GiB on each rank.
 
-    The rows are the resident ones, over all ranks.
+    The rows are the resident ones, over all ranks, and, of them, the ``device_rows`` if
+    ``device`` is an accelerator.
 
     The bytes include the rows with their optimizer state, index and bookkeeping, the
     counter of sightings, and the table's inputs and outputs.
     """
     lines = []
+    on_device = "" if device == "cpu" else f" on {device}"
     in_recstore = [
         option for option in options if option.compute_kernel == RECSTORE_KERNEL
     ]
@@ -592,15 +611,20 @@ def assumed(
             )
             continue
         measured = statistics.get(option.name)
-        rows = planned_rows(table_options, option.tensor.shape[0], measured)
+        num_embeddings = option.tensor.shape[0]
+        rows = planned_rows(table_options, num_embeddings, measured)
         source = _source(table_options, rows, measured)
+        planned = planned_options(constraints, option.name, num_embeddings, measured)
+        device_rows = ""
+        if on_device and planned.device_rows:
+            device_rows = f", {planned.device_rows:,} of them{on_device}"
         ranks = []
         for shard in option.shards:
             size_gib = shard.storage.ddr / 2**30
             ranks.append(f"rank {shard.rank}: {size_gib:.3f} GiB")
         lines.append(
-            f"RecStore table {name!r}: {rows:,} resident rows assumed ({source});"
-            f" {', '.join(ranks)}"
+            f"RecStore table {name!r}: {rows:,} resident rows assumed ({source})"
+            f"{device_rows}; {', '.join(ranks)}"
         )
     return lines
 

@@ -29,9 +29,9 @@ from torchrec.modules.embedding_configs import (
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_recstore.optim import state_bytes, without_state
-from torchrec_recstore.options import LEFT_ID_BYTES
-from torchrec_recstore.planner.constraints import options_of, planned_rows
+from torchrec_recstore.optim import Optimizer, state_bytes, without_state
+from torchrec_recstore.options import LEFT_ID_BYTES, TableOptions
+from torchrec_recstore.planner.constraints import planned_options, planned_rows
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.planner.traffic import (
     PlacedTable,
@@ -63,14 +63,18 @@ from torchrec_recstore.torchrec_seams.planning import (
     constraints_of,
     default_backward_comms_ms,
     default_forward_comms_ms,
+    topology_of,
 )
-from torchrec_recstore.utils import ceil_div
+from torchrec_recstore.utils import aligned, ceil_div
 
 OVERHEAD_BYTES_PER_ROW = 32
 """The bytes of index, bookkeeping and alignment per row.
 
 Measured: 27 to 30 for 10,000 to 2 million rows.
 """
+
+_DEVICE_ROW_ALIGNMENT = 16
+"""See ``ArenaLayout.stride``."""
 
 _COUNTED = (
     ShardingType.TABLE_WISE.value,
@@ -86,9 +90,9 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
     their optimizer state, index and bookkeeping, and the table's inputs and outputs,
     which TorchRec's estimator computes. If the topology's ``compute_device`` is an
     accelerator, the inputs and outputs are in its memory and, for the copies, in host
-    memory, too. If the table has an admission policy, the estimate of each shard
-    includes the counter of sightings. Tables on TorchRec's kernels are estimated by
-    TorchRec's estimator.
+    memory, too, and the ``device_rows`` of tables are in its memory. If the table has
+    an admission policy, the estimate of each shard includes the counter of sightings.
+    Tables on TorchRec's kernels are estimated by TorchRec's estimator.
 
     Args:
         statistics: The statistics of tables by name. A table has at least the measured
@@ -139,14 +143,16 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
         params = with_marks(fused_params, option.tensor)
         optimizer = optimizer_from_fused_params(params, [option.name])
         itemsize = state_dtype(params, [option.name]).itemsize
-        options = options_of(constraints_of(self), option.name)
+        num_embeddings = option.tensor.shape[0]
+        measured = self._statistics.get(option.name)
+        options = planned_options(
+            constraints_of(self), option.name, num_embeddings, measured
+        )
         if options.frozen or not option.tensor.requires_grad:
             optimizer = without_state(optimizer)
-        num_embeddings = option.tensor.shape[0]
         rows = 0
         counter_bytes = 0
         if options.servers is None:
-            measured = self._statistics.get(option.name)
             rows = planned_rows(options, num_embeddings, measured)
             if options.admission is not None:
                 counter_bytes = options.admission.counter_bytes
@@ -161,11 +167,34 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             # The part of the rows that belongs to the shard, rounded up.
             shard_rows = ceil_div(rows * shard.size[0], num_embeddings)
             io_storage = io_shard.storage
+            hbm = io_storage.hbm
+            if topology_of(self).compute_device != "cpu":
+                hbm += device_bytes(options, option, shard, optimizer)
             ddr = io_storage.ddr
             ddr += shard_rows * bytes_per_row
             ddr += counter_bytes + record_bytes
             ddr += io_storage.hbm  # for the copies; 0 on the CPU
-            shard.storage = Storage(hbm=io_storage.hbm, ddr=ddr)
+            shard.storage = Storage(hbm=hbm, ddr=ddr)
+
+
+def device_bytes(
+    options: TableOptions, option: ShardingOption, shard: Shard, optimizer: Optimizer
+) -> int:
+    """Returns the bytes of a shard's ``device_rows`` in the memory of the device.
+
+    Each row has the weights and the states of the optimizer, padded to 16 bytes.
+    """
+    device_rows = options.device_rows or 0
+    if options.max_rows is not None:
+        device_rows = min(device_rows, options.max_rows)
+    shard_rows = ceil_div(device_rows * shard.size[0], option.tensor.shape[0])
+    return shard_rows * device_row_bytes(option, shard.size[1], optimizer)
+
+
+def device_row_bytes(option: ShardingOption, columns: int, optimizer: Optimizer) -> int:
+    """Returns the bytes of a row of a shard in the memory of the device."""
+    bytes_of_row = row_bytes(_dtype(option), columns) + state_bytes(optimizer, columns)
+    return aligned(bytes_of_row, _DEVICE_ROW_ALIGNMENT)
 
 
 def _without_rows(option: ShardingOption) -> ShardingOption:

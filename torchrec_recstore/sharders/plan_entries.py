@@ -5,6 +5,7 @@ Tests: tests/sharders/test_stock_tables.py, tests/planner/test_planners.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from torchrec.distributed.planner.types import (
     ParameterConstraints,
 )
 from torchrec.distributed.types import (
+    CacheParams,
     EmbeddingModuleShardingPlan,
     KeyValueParams,
     ModuleSharder,
@@ -31,7 +33,13 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_recstore.display import html_table, text_table
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import Servers, TableOptions, check_int, resident_rows
+from torchrec_recstore.options import (
+    MAX_DEVICE_ROWS,
+    Servers,
+    TableOptions,
+    check_int,
+    resident_rows,
+)
 from torchrec_recstore.sharders.fused_params import (
     ACCUMULATION_KEY,
     OPTIMIZER_KEY,
@@ -385,8 +393,9 @@ def with_options(
 ) -> dict[str, ParameterSharding]:
     """Returns a plan whose RecStore entries have all of their options.
 
-    These are the options that the constraints of TorchRec's planner have brought, and
-    ``frozen`` if the table's parameter requires no gradient.
+    These are the options that the constraints of TorchRec's planner have brought, the
+    ``device_rows`` of the entry's ``CacheParams``, and ``frozen`` if the table's
+    parameter requires no gradient.
 
     TorchRec's own kernels train such tables all the same (torchrec 1.8.0).
     """
@@ -405,13 +414,56 @@ def with_options(
         if not is_in_recstore:
             continue
         parameter = parameters.get(name)
-        if parameter is None or parameter.requires_grad:
+        if parameter is None:
+            continue
+        sharding = _with_device_rows(name, sharding, parameter.shape[0])
+        entries[name] = sharding
+        if parameter.requires_grad:
             continue
         if not isinstance(sharding, RecStoreParameterSharding):
             sharding = RecStoreParameterSharding.of(sharding, TableOptions())
         frozen_options = replace(sharding.options, frozen=True)
         entries[name] = replace(sharding, options=frozen_options)
     return entries
+
+
+def _with_device_rows(
+    name: str, sharding: ParameterSharding, num_embeddings: int
+) -> ParameterSharding:
+    """Returns a RecStore table's entry with the ``device_rows`` of its load factor."""
+    cache_params = sharding.cache_params
+    if cache_params is None or cache_params.load_factor is None:
+        return sharding
+    if not isinstance(sharding, RecStoreParameterSharding):
+        sharding = RecStoreParameterSharding.of(sharding, TableOptions())
+    rows = resident_rows(sharding.options, num_embeddings)
+    options = with_load_factor(name, sharding.options, cache_params, rows)
+    return replace(sharding, options=options)
+
+
+def with_load_factor(
+    name: str, options: TableOptions, cache_params: CacheParams | None, rows: int
+) -> TableOptions:
+    """Returns options with the ``device_rows`` of TorchRec's load factor: the part of
+    ``rows`` that are on the device.
+
+    ``device_rows`` that are set take precedence. Tables on servers have none.
+
+    Raises:
+        ValueError: The load factor is not from 0 to 1. The message names the table.
+    """
+    if cache_params is None or cache_params.load_factor is None:
+        return options
+    factor = cache_params.load_factor
+    if not 0 <= factor <= 1:
+        raise ValueError(
+            f"RecStore table {name!r}: CacheParams.load_factor={factor} is not from 0 to"
+            " 1: it is the part of the table's rows in the memory of the device"
+        )
+    if options.device_rows is not None or options.servers is not None:
+        return options
+    device_rows = min(math.ceil(factor * rows), MAX_DEVICE_ROWS)
+    return replace(options, device_rows=device_rows)
 
 
 def _check_marks(

@@ -15,6 +15,7 @@ from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
+    ShardEstimator,
     ShardingOption,
     Stats,
     Topology,
@@ -23,6 +24,8 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import KeyValueParams
 
 compute_device: Callable[[Enumerator], str] = attrgetter("_compute_device")
+# Of an estimator; EmbeddingStorageEstimator keeps it (torchrec 1.8.0).
+topology_of: Callable[[ShardEstimator], Topology] = attrgetter("_topology")
 
 
 class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]

@@ -1,0 +1,168 @@
+"""Plans of tables with rows in the memory of an accelerator."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
+
+from torchrec_recstore.optim import SGD, Adam, Optimizer
+from torchrec_recstore.options import Servers, TableOptions
+from torchrec_recstore.planner import (
+    RecStoreConstraints,
+    RecStoreEnumerator,
+    RecStorePlanner,
+    TableStatistics,
+)
+from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreSharder
+from torchrec_recstore.sharders.plan_entries import with_options
+
+DIM = 64
+ROWS = 1000
+
+
+def collection() -> EmbeddingBagCollection:
+    table = EmbeddingBagConfig(
+        name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"]
+    )
+    return EmbeddingBagCollection([table], device=torch.device("meta"))
+
+
+def plan(
+    constraint: ParameterConstraints,
+    *,
+    device: str = "cuda",
+    optimizer: Optimizer | None = None,
+    **more: Any,
+) -> ShardingPlan:
+    topology = Topology(world_size=2, local_world_size=2, compute_device=device)
+    planner = RecStorePlanner(topology=topology, constraints={"t": constraint}, **more)
+    return planner.plan(collection(), [RecStoreSharder(optimizer=optimizer)])
+
+
+def device_rows(planned: ShardingPlan) -> int | None:
+    rows: int | None = planned.plan[""]["t"].options.device_rows
+    return rows
+
+
+CACHED = CacheParams(load_factor=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (TableOptions(), 100),
+        (TableOptions(expected_rows=505), 51),
+        (TableOptions(max_rows=30), 3),
+        (TableOptions(device_rows=7), 7),
+        (TableOptions(device_rows=0), 0),
+    ],
+)
+def test_a_load_factor_is_a_part_of_the_rows(
+    options: TableOptions, expected: int
+) -> None:
+    constraint = RecStoreConstraints(options=options, cache_params=CACHED)
+    assert device_rows(plan(constraint)) == expected
+
+
+def test_a_load_factor_is_a_part_of_the_measured_rows() -> None:
+    constraint = RecStoreConstraints(cache_params=CACHED)
+    statistics = {"t": TableStatistics(rows=5000)}
+    assert device_rows(plan(constraint, statistics=statistics)) == 500
+
+
+def test_a_load_factor_of_torchrecs_own_constraints_and_planner() -> None:
+    constraint = ParameterConstraints(
+        compute_kernels=[RECSTORE_KERNEL], cache_params=CACHED
+    )
+    assert device_rows(plan(constraint)) == 100
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cuda")
+    constraints = {"t": constraint}
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        constraints=constraints,
+        enumerator=RecStoreEnumerator(topology, constraints=constraints),
+    )
+    module = collection()
+    stock = planner.plan(module, [RecStoreSharder()]).plan[""]
+    parameters = RecStoreSharder().shardable_parameters(module)
+    assert with_options(stock, parameters)["t"].options.device_rows == 100
+
+
+@pytest.mark.parametrize("factor", [-0.1, 1.5, float("nan")])
+def test_a_load_factor_that_is_no_part_is_refused(factor: float) -> None:
+    message = r"table 't': CacheParams\.load_factor=.* is not from 0 to 1"
+    constraint = RecStoreConstraints(cache_params=CacheParams(load_factor=factor))
+    with pytest.raises(ValueError, match=message):
+        plan(constraint)
+
+
+def test_tables_on_servers_have_no_load_factor() -> None:
+    entry = ParameterSharding(
+        sharding_type="table_wise",
+        compute_kernel=RECSTORE_KERNEL,
+        ranks=[0],
+        cache_params=CACHED,
+    )
+    parameters = RecStoreSharder().shardable_parameters(collection())
+    assert with_options({"t": entry}, parameters)["t"].options.device_rows == 100
+    remote = RecStoreConstraints(
+        options=TableOptions(servers=Servers(["h:1"])), cache_params=CACHED
+    )
+    assert device_rows(plan(remote)) is None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "row_bytes"), [(SGD(lr=0.1), 4 * DIM), (Adam(lr=0.1), 12 * DIM)]
+)
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "column_wise"])
+def test_rows_on_a_device_are_counted_there(
+    sharding_type: str, optimizer: Optimizer, row_bytes: int
+) -> None:
+    def hbm(rows: int, device: str) -> int:
+        constraints = {
+            "t": RecStoreConstraints(
+                options=TableOptions(device_rows=rows),
+                sharding_types=[sharding_type],
+                min_partition=32,
+            )
+        }
+        topology = Topology(world_size=2, local_world_size=2, compute_device=device)
+        enumerator = RecStoreEnumerator(topology, constraints=constraints)
+        (option,) = enumerator.enumerate(
+            collection(), [RecStoreSharder(optimizer=optimizer)]
+        )
+        return int(option.total_storage.hbm)
+
+    assert hbm(500, "cuda") - hbm(0, "cuda") == 500 * row_bytes
+    assert hbm(500, "cpu") == hbm(0, "cpu") == 0
+
+
+def test_a_plan_says_how_many_rows_are_on_the_device(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    constraint = RecStoreConstraints(cache_params=CACHED)
+    with caplog.at_level(logging.INFO):
+        plan(constraint)
+    assert "table 't': 1,000 resident rows assumed" in caplog.text
+    assert ", 100 of them on cuda; rank" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        plan(constraint, device="cpu")
+    assert "of them" not in caplog.text
+
+
+def test_rows_that_do_not_fit_on_the_device_are_an_error() -> None:
+    topology = Topology(
+        world_size=1, compute_device="cuda", hbm_cap=2**20, local_world_size=1
+    )
+    constraint = RecStoreConstraints(options=TableOptions(device_rows=2**20))
+    planner = RecStorePlanner(topology=topology, constraints={"t": constraint})
+    with pytest.raises(PlannerError, match=r"memory of cuda \(HBM\)"):
+        planner.plan(collection(), [RecStoreSharder()])
