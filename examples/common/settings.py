@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 import typer
 
 from common.command import DataError, leave, prepare_torch
+from torchrec_recstore.commands.config_file import ConfigFile
 from torchrec_recstore.commands.output import status_of
 from torchrec_recstore.option_flags import cold_store_of_flag, options_of_flags
 from torchrec_recstore.options import RedisStore, Servers, TableOptions
@@ -67,14 +68,18 @@ def settings_of_flags(kind: type[_Settings]) -> _Settings:
     """
     settings: _Settings | None = None
 
-    def main(**values: Any) -> None:
+    def main(config: Path | None = None, **values: Any) -> None:
         nonlocal settings
         settings = kind(**values)
 
     main.__doc__ = kind.__doc__
     main.__signature__ = _signature_of_flags(kind)
     main.__annotations__ = {}
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+    )
     app.command()(main)
     # `recstore train` runs a script under its own name.
     name = getattr(sys.modules["__main__"], "COMMAND", None)
@@ -108,6 +113,14 @@ def _signature_of_flags(kind: type) -> inspect.Signature:
                 annotation=Annotated[hints[setting.name], setting.metadata["flag"]],
             )
         )
+    parameters.append(
+        inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=ConfigFile,
+        )
+    )
     return inspect.Signature(parameters)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
+from torchrec_recstore.commands.config_file import ConfigFile
 from torchrec_recstore.commands.output import (
     AsJson,
     errors_in_one_line,
@@ -88,6 +89,7 @@ def plan(
         typer.Option(metavar="FILE", help="Write the statistics for RecStorePlanner."),
     ] = None,
     as_json: AsJson = False,
+    config: ConfigFile = None,
 ) -> None:
     """Plan a training on a number of ranks without starting one, from measured
     statistics.

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from torchrec_recstore.commands.config_file import ConfigFile
 from torchrec_recstore.commands.output import errors_in_one_line
 from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore_service.commands.access_flags import (
@@ -250,6 +251,7 @@ def serve(
             ),
         ),
     ] = False,
+    config: ConfigFile = None,
 ) -> None:
     """Serve tables to RecStoreClient over gRPC until SIGTERM or Ctrl-C, and then save
     the tables.

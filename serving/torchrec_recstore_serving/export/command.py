@@ -15,6 +15,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from torchrec_recstore.commands.checkpoints import Checkpoint
+from torchrec_recstore.commands.config_file import ConfigFile
 from torchrec_recstore.commands.output import (
     AsJson,
     errors_in_one_line,
@@ -106,6 +107,7 @@ def export(
         bool, typer.Option("--overwrite", help="Replace OUT if it exists.")
     ] = False,
     as_json: AsJson = False,
+    config: ConfigFile = None,
 ) -> None:
     """Export the tables of a checkpoint as a TorchScript file that torch.jit.load runs
     without torchrec_recstore.

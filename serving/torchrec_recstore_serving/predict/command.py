@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchrec_recstore.commands.config_file import ConfigFile
 from torchrec_recstore.commands.output import errors_in_one_line
 from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore_service.commands.access_flags import (
@@ -127,6 +128,7 @@ def follow(
             ),
         ),
     ] = False,
+    config: ConfigFile = None,
 ) -> None:
     """Serve predictions of published models over gRPC, with rows that follow the
     training, until SIGTERM or Ctrl-C.
