@@ -5,6 +5,7 @@ exist.
 from __future__ import annotations
 
 import configparser
+import copy
 import itertools
 import shlex
 import shutil
@@ -81,6 +82,67 @@ def test_kubernetes() -> None:
     for flag in ("token_file", "tls_cert", "tls_key", "tls_ca"):
         assert Path(flags[flag]).parent == mounts["secrets"]
     assert pod["spec"]["terminationGracePeriodSeconds"] > 30
+
+
+OLDEST_KUBERNETES = "1.29"
+"""The first version with the access mode ReadWriteOncePod as a stable feature."""
+
+
+def objects() -> list[dict[str, Any]]:
+    """All objects of Kubernetes in the pages."""
+    every_object = []
+    for page in (PAGE, TRAINING):
+        for text in manifests("yaml", page):
+            every_object += yaml.safe_load_all(text)
+    return every_object
+
+
+def places(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all mappings with fields of Kubernetes, not with names of users."""
+    if isinstance(value, list):
+        return [
+            place
+            for number, part in enumerate(value)
+            for place in places(part, (*path, number))
+        ]
+    if not isinstance(value, dict) or path[-1:] in USERS:
+        return []
+    inner = [place for key in value for place in places(value[key], (*path, key))]
+    return [path, *inner]
+
+
+USERS = [("matchLabels",), ("labels",), ("selector",), ("requests",), ("limits",)]
+
+
+def test_kubernetes_accepts_the_manifests() -> None:
+    """By the schemas of the oldest version that has all fields, and of the newest one,
+    which refuse a field that they do not know.
+    """
+    kubernetes = pytest.importorskip(
+        "kubernetes_validate", reason="it is in requirements/dev.txt"
+    )
+    assert len(objects()) == 5
+    for version in (OLDEST_KUBERNETES, kubernetes.latest_version()):
+        for manifest in objects():
+            assert manifest["kind"]
+            kubernetes.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_kubernetes_refuses_a_wrong_field(number: int) -> None:
+    kubernetes = pytest.importorskip(
+        "kubernetes_validate", reason="it is in requirements/dev.txt"
+    )
+    version = kubernetes.latest_version()
+    manifest = objects()[number]
+    for path in places(manifest):
+        wrong = copy.deepcopy(manifest)
+        place = wrong
+        for key in path:
+            place = place[key]
+        place["replicaz"] = 2
+        with pytest.raises(kubernetes.ValidationError, match="replicaz"):
+            kubernetes.validate(wrong, version, strict=True)
 
 
 def check_outside(
