@@ -83,6 +83,7 @@ class Sandbox:
         for folder in (root, root / "a", root / "a" / "b", self.beside):
             make_victim(folder / VICTIM)
             (folder / f"{VICTIM}-file").write_bytes(MARKER)
+        self._known: dict[str, tuple[tuple[int, ...], Entry]] = {}
         self._entries = self._listed()
 
     @property
@@ -144,20 +145,37 @@ class Sandbox:
         return _is_below(path, self.data)
 
     def _listed(self) -> dict[str, Entry]:
-        """Returns an entry for each path outside of :attr:`data`, by path."""
+        """Returns an entry for each path outside of :attr:`data`, by path.
+
+        It is called after each of many thousand calls, so it reads a file again only
+        if its inode has changed.
+        """
+        data = str(self.data)
+        folders = [str(self.root)]
         entries = {}
-        for folder, folders, files in os.walk(self.root):
-            if Path(folder) == self.data.parent and self.data.name in folders:
-                # also its time of change, which is its own
-                folders.remove(self.data.name)
-            for name in (".", *folders, *files):
-                path = os.path.join(folder, name)
-                if name == "." and Path(folder) == self.data.parent:
-                    # its time of change is that at which the data directory was made
-                    # anew
-                    continue
-                entries[os.path.normpath(path)] = _entry(path)
+        while folders:
+            folder = folders.pop()
+            entries[folder] = self._entry(folder)
+            with os.scandir(folder) as children:
+                for child in children:
+                    if child.path == data:
+                        continue
+                    if child.is_dir(follow_symlinks=False):
+                        folders.append(child.path)
+                    else:
+                        entries[child.path] = self._entry(child.path)
         return entries
+
+    def _entry(self, path: str) -> Entry:
+        status = os.lstat(path)
+        known = self._known.get(path)
+        # No program can set the time of change of an inode.
+        version = (status.st_ino, status.st_mode, status.st_size, status.st_ctime_ns)
+        if known is not None and known[0] == version:
+            return known[1]
+        entry = _read_entry(path, status)
+        self._known[path] = (version, entry)
+        return entry
 
 
 class Watch:
@@ -215,8 +233,7 @@ def make_victim(path: Path) -> None:
     (path / "0" / "file").write_bytes(MARKER)
 
 
-def _entry(path: str) -> Entry:
-    status = os.lstat(path)
+def _read_entry(path: str, status: os.stat_result) -> Entry:
     content = ""
     if stat.S_ISLNK(status.st_mode):
         content = os.readlink(path)

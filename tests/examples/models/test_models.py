@@ -44,10 +44,10 @@ def commands() -> list[tuple[str, int, list[str]]]:
 # real data.
 FIGURES: dict[str, tuple[list[str], float, list[str], float]] = {
     "dcn_v2": (["--batch-size", "64"], 0.9, [], 0.745),
-    "din": (["--epochs", "6"], 0.8, ["--epochs", "2"], 0.71),
+    "din": (["--epochs", "6"], 0.8, ["--epochs", "1"], 0.71),
     "hstu": (["--epochs", "4"], 0.9, ["--epochs", "4"], 0.08),
-    "sasrec": (["--epochs", "20"], 0.9, ["--epochs", "5"], 0.5),
-    "two_tower": (["--epochs", "12"], 0.5, [], 0.11),
+    "sasrec": (["--epochs", "20"], 0.9, ["--epochs", "3"], 0.5),
+    "two_tower": (["--epochs", "12"], 0.5, ["--epochs", "3"], 0.11),
 }
 
 
@@ -84,7 +84,9 @@ def test_the_commands_run_and_learn(
     name: str, ranks: int, flags: list[str], paths: dict[str, Path]
 ) -> None:
     more, floor, _, _ = FIGURES[name]
-    start = run_forked if ranks == 1 else run_script
+    # Each interpreter of torchrun imports TorchRec for seconds: one model shows that
+    # the models start with it.
+    start = run_script if ranks > 1 and name == "dcn_v2" else run_forked
     done = start(f"models/{name}.py", "--data", paths[name], *flags, *more, ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert figure(done.stdout) > floor
