@@ -125,7 +125,7 @@ def test_tables_on_servers_have_no_load_factor() -> None:
 def test_rows_on_a_device_are_counted_there(
     sharding_type: str, optimizer: Optimizer, row_bytes: int
 ) -> None:
-    def hbm(rows: int, device: str) -> int:
+    def memory(rows: int, device: str) -> tuple[int, int]:
         constraints = {
             "t": RecStoreConstraints(
                 options=TableOptions(device_rows=rows),
@@ -138,10 +138,14 @@ def test_rows_on_a_device_are_counted_there(
         (option,) = enumerator.enumerate(
             collection(), [RecStoreSharder(optimizer=optimizer)]
         )
-        return int(option.total_storage.hbm)
+        return option.total_storage.hbm, option.total_storage.ddr
 
-    assert hbm(500, "cuda") - hbm(0, "cuda") == 500 * row_bytes
-    assert hbm(500, "cpu") == hbm(0, "cpu") == 0
+    (hbm, ddr), (without_hbm, without_ddr) = memory(500, "cuda"), memory(0, "cuda")
+    assert hbm - without_hbm == 500 * row_bytes
+    # Each column shard knows the places of its rows.
+    shards = 2 if sharding_type == "column_wise" else 1
+    assert ddr - without_ddr == shards * (16 * 500 + 4 * ROWS)
+    assert memory(500, "cpu") == memory(0, "cpu")
 
 
 def test_a_plan_says_how_many_rows_are_on_the_device(

@@ -75,6 +75,9 @@ Measured: 27 to 30 for 10,000 to 2 million rows.
 
 _DEVICE_ROW_ALIGNMENT = 16
 """See ``ArenaLayout.stride``."""
+_DEVICE_SLOT_BYTES = 16
+_DEVICE_NUMBER_BYTES = 4
+"""See ``DeviceSlots`` in csrc/rows/device_slots.h."""
 
 _COUNTED = (
     ShardingType.TABLE_WISE.value,
@@ -168,31 +171,38 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             shard_rows = ceil_div(rows * shard.size[0], num_embeddings)
             io_storage = io_shard.storage
             hbm = io_storage.hbm
-            if topology_of(self).compute_device != "cpu":
-                hbm += device_bytes(options, option, shard, optimizer)
             ddr = io_storage.ddr
+            if topology_of(self).compute_device != "cpu":
+                device_rows = device_rows_of(options, option, shard)
+                row_on_device = device_row_bytes(option, columns, optimizer)
+                hbm += device_rows * row_on_device
+                ddr += device_slot_bytes(device_rows, shard_rows)
             ddr += shard_rows * bytes_per_row
             ddr += counter_bytes + record_bytes
             ddr += io_storage.hbm  # for the copies; 0 on the CPU
             shard.storage = Storage(hbm=hbm, ddr=ddr)
 
 
-def device_bytes(
-    options: TableOptions, option: ShardingOption, shard: Shard, optimizer: Optimizer
-) -> int:
-    """Returns the bytes of a shard's ``device_rows`` in the memory of the device.
-
-    Each row has the weights and the states of the optimizer, padded to 16 bytes.
-    """
+def device_rows_of(options: TableOptions, option: ShardingOption, shard: Shard) -> int:
+    """Returns the number of ``device_rows`` of a shard."""
     device_rows = options.device_rows or 0
     if options.max_rows is not None:
         device_rows = min(device_rows, options.max_rows)
-    shard_rows = ceil_div(device_rows * shard.size[0], option.tensor.shape[0])
-    return shard_rows * device_row_bytes(option, shard.size[1], optimizer)
+    return ceil_div(device_rows * shard.size[0], option.tensor.shape[0])
+
+
+def device_slot_bytes(device_rows: int, rows: int) -> int:
+    """Returns the bytes by which the host knows which of its rows are on the device."""
+    if not device_rows:
+        return 0
+    return _DEVICE_SLOT_BYTES * device_rows + _DEVICE_NUMBER_BYTES * rows
 
 
 def device_row_bytes(option: ShardingOption, columns: int, optimizer: Optimizer) -> int:
-    """Returns the bytes of a row of a shard in the memory of the device."""
+    """Returns the bytes of a row of a shard in the memory of the device.
+
+    Each row has the weights and the states of the optimizer, padded to 16 bytes.
+    """
     bytes_of_row = row_bytes(_dtype(option), columns) + state_bytes(optimizer, columns)
     return aligned(bytes_of_row, _DEVICE_ROW_ALIGNMENT)
 
