@@ -108,3 +108,26 @@ with warnings.catch_warnings(record=True) as shown:
 print(shown[0].message)
 """
     assert "Start the process with OMP_WAIT_POLICY=passive" in run(code).stdout
+
+
+@pytest.mark.slow
+def test_a_process_that_may_not_read_proc_is_warned() -> None:
+    """As after a change of the user, which makes a process unreadable to itself."""
+    code = """
+import ctypes, os, warnings, torch, torchrec_recstore
+from torchrec_recstore.utils import RecStoreWarning
+if os.getuid() == 0:
+    os.setuid(54321)
+else:
+    ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE
+with warnings.catch_warnings(record=True) as shown:
+    warnings.simplefilter("always")
+    torchrec_recstore.tune_threads()
+(warning,) = shown
+assert warning.category is RecStoreWarning
+print(warning.message, os.environ.get("GOMP_SPINCOUNT"))
+"""
+    assert run(code).stdout == (
+        "tune_threads: /proc/self/environ: Permission denied. Start the process with"
+        " GOMP_SPINCOUNT=1000 in its environment instead. None\n"
+    )

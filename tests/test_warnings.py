@@ -251,6 +251,10 @@ SAY_WHAT_TO_DO = {
         " releases that fit the installed torch"
     ),
     (
+        "tune_threads: ...: .... Start the process with GOMP_SPINCOUNT=... in its"
+        " environment instead."
+    ),
+    (
         "tune_threads: torch has been imported already, and its threads are not those"
         " of libgomp. Start the process with OMP_WAIT_POLICY=passive in its environment"
         " instead."

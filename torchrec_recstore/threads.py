@@ -55,16 +55,29 @@ def tune_threads() -> None:
     The function changes nothing if ``GOMP_SPINCOUNT`` or ``OMP_WAIT_POLICY`` was set
     when the process started. A second call has no effect.
 
+    Nothing in this package calls the function for you, except the commands and the
+    examples: it changes how all threads of torch in the process wait, and libgomp ends
+    the process if the system refuses one of the sleeping threads, as in a container
+    with a low limit of processes.
+
     Warns:
         RecStoreWarning: torch has been imported already, and uses another library for
-            OpenMP. Nothing has changed for this process.
+            OpenMP; or the process may not read its own ``/proc``, as after a change of
+            its user. Nothing has changed for this process.
     """
-    started_with = Path("/proc/self/environ").read_bytes().split(b"\0")
+    try:
+        started_with = Path("/proc/self/environ").read_bytes().split(b"\0")
+        gomp_paths = _loaded("libgomp")
+        torch_is_loaded = bool(_loaded("libtorch_cpu"))
+    except OSError as error:
+        warn_user(
+            f"tune_threads: {error.filename}: {error.strerror}. Start the process with"
+            f" GOMP_SPINCOUNT={SPIN_COUNT} in its environment instead."
+        )
+        return
     for entry in started_with:
         if entry.partition(b"=")[0].decode() in VARIABLES:
             return
-    gomp_paths = _loaded("libgomp")
-    torch_is_loaded = bool(_loaded("libtorch_cpu"))
     if not any(name in os.environ for name in VARIABLES):
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
         if not gomp_paths and not torch_is_loaded:

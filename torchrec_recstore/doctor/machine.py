@@ -446,8 +446,8 @@ def spinning(machine: Machine) -> Finding:
     if usable_cores(machine) == 1 or omp_threads == "1":
         return Finding(name, "ok", "one thread waits for no other")
     description = (
-        "waiting threads spin for milliseconds; if other programs use the cores,"
-        " training takes ten times as long"
+        "waiting threads spin for milliseconds: on cores that other programs use too,"
+        " a training step takes several times as long"
     )
     fix = f"call torchrec_recstore.tune_threads() at the top of each script, or {short}"
     return Finding(name, "warning", description, fix)
