@@ -41,7 +41,6 @@ MEASURED = FOLDER / "results.json"
 PROGRESSIVE = FOLDER / "progressive.json"
 PEERS = FOLDER / "peers.json"
 BEGIN = "<!-- benchmarks: written by make bench -->"
-BEGIN_BOUNDS = "<!-- benchmarks of bounds: written by make bench -->"
 END = "<!-- end of benchmarks -->"
 BEGIN_RESULTS = "<!-- results: written by make bench -->"
 END_RESULTS = "<!-- end of results -->"
@@ -100,14 +99,12 @@ def script_of(row: dict[str, Any]) -> str:
     return SCRIPT_OF.get(row["benchmark"], row["benchmark"])
 
 
-def write_tables(
-    page: str, rows: list[dict[str, Any]], lines: list[str], mark: str = BEGIN
-) -> None:
+def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str]) -> None:
     """Writes lines of Markdown between the marks of a page.
 
     The conditions of the rows are before them.
     """
-    write_between(page, mark, END, [conditions(rows), "", *lines])
+    write_between(page, BEGIN, END, [conditions(rows), "", *lines])
 
 
 def main() -> None:
@@ -134,7 +131,6 @@ def write_pages(rows: list[dict[str, Any]]) -> None:
     """Writes the tables of the pages, and prints them."""
     option_rows = [row for row in rows if script_of(row) == "options"]
     serving_rows = [row for row in rows if script_of(row) == "serving"]
-    bounds_rows = [row for row in rows if script_of(row) == "tiers"]
     with_own_page = ("options", "serving")
     measured_rows = [row for row in rows if script_of(row) not in with_own_page]
     measured_lines = tables(measured_rows)
@@ -158,9 +154,6 @@ def write_pages(rows: list[dict[str, Any]]) -> None:
         )
     if option_rows:
         write_tables("docs/options.md", option_rows, option_lines)
-    if bounds_rows:
-        bounds_lines = markdown(OTHER, other_figures(bounds_rows))
-        write_tables("docs/options.md", bounds_rows, bounds_lines, BEGIN_BOUNDS)
     if serving_rows:
         write_tables("docs/serving.md", serving_rows, serving_lines)
     print("\n".join([*measured_lines, "", *serving_lines, "", *option_lines]))
