@@ -36,8 +36,11 @@ from ..kernels.optimizer_cases import NADAM
 
 LEG_STEPS = 5
 """The number of training steps before each road."""
-LAST_STEPS = 50
-"""The number of training steps after the last road."""
+LAST_STEPS = 24
+"""The number of training steps after the last road.
+
+With the steps before it, they are more than the longest expiry, of 20 steps.
+"""
 BAGS = 6
 STEP_SECONDS = 10.0
 START_SECONDS = 1_000_000.0
@@ -64,11 +67,14 @@ class State:
 
 
 def some_ids(step: int, rng: torch.Generator) -> Tensor:
-    """Returns 18 ids: old ones again and again, negative ones, and four that are seen
-    for a few steps only.
+    """Returns ids: 14 old ones again and again, negative ones, and new ones that are
+    seen in two steps only.
+
+    There are more new ids after two roads, so that tables with bounds evict soon.
     """
     known = torch.randint(-10, 10, (14,), generator=rng) * 7_000_000_000_000_001
-    return torch.cat([known, torch.arange(4) + 2 * step])
+    new_ids = 2 if step < 2 * LEG_STEPS else 6
+    return torch.cat([known, torch.arange(2 * new_ids) + new_ids * step])
 
 
 def no_ids_at_first(step: int, rng: torch.Generator) -> Tensor:

@@ -42,7 +42,19 @@ COPIES: dict[str, Callable[[Module, Module], Module]] = {
 }
 
 
-@pytest.mark.parametrize("pair", product(COPIES, COPIES), ids="-".join)
+def _pairs() -> list[object]:
+    """Returns each pair of copies. Those of two neighbours in the list are not slow, so
+    that ``make test`` has each copy as the first and as the second one.
+    """
+    names = list(COPIES)
+    quick = set(zip(names, names[1:] + names[:1], strict=True))
+    return [
+        pytest.param(pair, marks=[] if pair in quick else pytest.mark.slow)
+        for pair in product(names, names)
+    ]
+
+
+@pytest.mark.parametrize("pair", _pairs(), ids="-".join)
 def test_options(pair: tuple[str, str], tmp_path: Path) -> None:
     travel("options", pair, tmp_path)
 

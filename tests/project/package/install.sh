@@ -39,7 +39,7 @@ test "$(python -W ignore quickstart.py 2>quickstart.log | tail -1)" = 3 || { cat
 echo "quickstart: three rows"
 
 recstore doctor
-recstore train --limit-rows 20000 --epochs 1 --checkpoint run
+recstore train --limit-rows 4000 --epochs 1 --checkpoint run
 recstore inspect run/step-*
 ! recstore serve --listen 127.0.0.1:0 --data tables 2>serve.log
 grep "pip install path/to/torchrec_recstore/service" serve.log

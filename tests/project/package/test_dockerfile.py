@@ -133,7 +133,7 @@ def test_its_steps_in_a_clean_directory(tmp_path: Path) -> None:
             run(shlex.split(rest), at, environment)
         elif name == "CMD":
             command = json.loads(rest)
-    assert "test AUC" in run([*command, "ARGS=--limit-rows 40000"], at, environment)
+    assert "test AUC" in run([*command, "ARGS=--limit-rows 4000"], at, environment)
     assert "recstore" in run(["recstore", "--help"], at, environment)
     collected = run(
         ["python", "-m", "pytest", "--collect-only", "-q", "tests"], at, environment
