@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import run_forked_command
 from torchrec_recstore import SSDStore, ownership
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import path_lock, whole_file
@@ -268,6 +268,8 @@ def test_own_folders_mount_points_and_those_of_root_can_be_used(shared: Path) ->
 
 
 _OPTIMIZER = """if True:
+    import os
+    os.umask(int(os.environ.get("UMASK", "22"), 8))
     from torchrec_recstore import RowOptimizer, Table
     import torch
     optimizer = RowOptimizer(name="planted", step="m += g; w -= lr * m;", states={"m": "element"})
@@ -283,12 +285,9 @@ def test_a_planted_library_of_an_optimizer_does_not_run(shared: Path) -> None:
     Another user knows its name, and may have made the folder before.
     """
 
-    def run(cache: Path) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-        command = [sys.executable, "-c", _OPTIMIZER]
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False
-        )
+    def run(cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "XDG_CACHE_HOME": str(cache), **variables}
+        return run_forked_command(["-c", _OPTIMIZER], environment)
 
     own = shared / "own"
     made = run(own)
@@ -308,18 +307,7 @@ def test_a_planted_library_of_an_optimizer_does_not_run(shared: Path) -> None:
     assert "can be changed by another user" in refused.stderr
     assert "set XDG_CACHE_HOME" in refused.stderr
 
-    trusting = subprocess.run(
-        [sys.executable, "-c", _OPTIMIZER],
-        env={
-            **os.environ,
-            "XDG_CACHE_HOME": str(_open_to_all(shared)),
-            "RECSTORE_TRUST_CACHE": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        umask=0o002,
-    )
+    trusting = run(_open_to_all(shared), RECSTORE_TRUST_CACHE="1", UMASK="2")
     assert trusting.returncode == 0, trusting.stderr
     (compiled,) = (shared / "open" / "torchrec_recstore").glob("*.so")
     assert stat.S_IMODE(compiled.stat().st_mode) == 0o700, (

@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.processes import run_forked_command
 from torchrec_recstore.inference import DeltaPublisher
 from torchrec_recstore.modules import RecStoreEmbedding
 from torchrec_recstore_service.server.listening import ListenOptions
@@ -548,21 +549,19 @@ def resident_bytes(field: str = "VmRSS") -> int:
 
 
 def test_the_memory_of_a_document_is_bounded_before_it_is_read() -> None:
-    """A process of one thread forks one for each document, so that what is freed does
-    not hide what is taken.
+    """A process forks one for each document, so that what is freed does not hide what is
+    taken.
     """
     code = """if True:
         import os
         from tests.serving.predict import test_http_server as tests
-        for name, body in tests.worst_bodies(2_000_000).items():
+        for name, body in tests.worst_bodies(1_000_000).items():
             if os.fork() == 0:
                 print(name, tests.memory_to_read(body), tests.http_server.memory_of([body]), sep="\\t", flush=True)
                 os._exit(0)
             assert os.wait()[1] == 0
     """
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    process = run_forked_command(["-c", code])
     assert process.returncode == 0, process.stderr
     taken = {
         name: (int(took), int(bound))

@@ -4,12 +4,12 @@ of predictions names it.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ...packages import PYTHON_PATH
+import pytest
+
+from ...interpreters import ForkingInterpreter
 
 # The import system does not find the packages of the extra, as if they were not
 # installed.
@@ -41,24 +41,35 @@ expected = model.eval()(ids)
 NAMES_THE_EXTRA = "which is not installed: pip install 'path/to/torchrec_recstore/serving[predict]' path/to/torchrec_recstore/service"
 
 
-def run(folder: Path, code: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRA + code]
-    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    ended = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+IMPORTS = """
+import torch
+import torchrec_recstore.inference
+import torchrec_recstore.modules
+"""
 
 
-def test_exports(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ForkingInterpreter]:
+    """An interpreter that lacks the packages, and has imported what programs import."""
+    interpreter = ForkingInterpreter(WITHOUT_EXTRA + IMPORTS, "-W", "ignore")
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.fixture
+def run(interpreter: ForkingInterpreter, tmp_path: Path) -> Callable[[str], str]:
+    """A function that runs a program in an empty folder, and returns what it prints."""
+
+    def run_program(code: str) -> str:
+        ended = interpreter.run(code, tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    return run_program
+
+
+def test_exports(run: Callable[[str], str]) -> None:
     run(
-        tmp_path,
         MODEL
         + """
 from torchrec_recstore.inference import export_delta, export_for_inference, read_delta
@@ -72,9 +83,8 @@ for index in ("sorted", "hash"):
     )
 
 
-def test_a_publisher_and_a_follower(tmp_path: Path) -> None:
+def test_a_publisher_and_a_follower(run: Callable[[str], str]) -> None:
     run(
-        tmp_path,
         MODEL
         + """
 from torchrec_recstore.inference import DeltaPublisher, follow
@@ -87,9 +97,8 @@ import torchrec_recstore_serving.publish.redis_publications
     )
 
 
-def test_the_server_names_the_extra(tmp_path: Path) -> None:
+def test_the_server_names_the_extra(run: Callable[[str], str]) -> None:
     printed = run(
-        tmp_path,
         """
 try:
     from torchrec_recstore_serving.predict.predictor import serve_predictions
@@ -99,8 +108,8 @@ except ImportError as error:
     )
     assert NAMES_THE_EXTRA in printed
     printed = run(
-        tmp_path,
         """
+import sys
 from torchrec_recstore.cli import main
 sys.argv = ["recstore", "follow", "published", "--listen", "127.0.0.1:0"]
 sys.stderr = sys.stdout
