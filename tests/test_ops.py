@@ -138,6 +138,13 @@ def _table_with_plan() -> int:
     return table
 
 
+def _prefetched() -> int:
+    """A group whose next batch is prefetched, and whose table has device slots."""
+    group = ops.group_create([_on_device()], [0], [(0, 0, 0, False)], False)
+    ops.group_prefetch(group, IDS, [len(IDS)])
+    return group
+
+
 def _looked_up() -> tuple[int, torch.Tensor]:
     group = _pooled_group()
     return group._graph_handle, group.training_lookup(IDS, OFFSETS, (), torch.ones(3))[
@@ -203,11 +210,13 @@ def _sorted_slots() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 CASES: dict[str, Any] = {
-    "device_abort": lambda: (_planned(),),
-    "device_commit": lambda: (_planned(),),
+    "device_abort_moves": lambda: ([_table_with_plan()],),
+    "device_commit_moves": lambda: ([_table_with_plan()],),
     "device_dirty": lambda: (_on_device(), None),
     "device_dirty_of_pass": lambda: (_begun(),),
-    "device_land": lambda: (_on_device(), torch.zeros(0, 8)),
+    "device_land_moves": lambda: ([_on_device()], torch.zeros(0)),
+    "device_moves": lambda: ([_table_with_plan()], [7]),
+    "device_plan_ahead": lambda: ([_prefetched()],),
     "device_plan": lambda: (_begun(), [0], [0], torch.zeros(3, dtype=torch.int32)),
     "device_refused": lambda: (_planned(),),
     "device_find": lambda: (_on_device(), IDS, 0, 0, True),
@@ -222,14 +231,13 @@ CASES: dict[str, Any] = {
         torch.zeros(3, 8),
     ),
     "device_plan_refresh": lambda: (_begun(),),
-    "device_planned": lambda: (_on_device(),),
     "device_read_on_host": lambda: (_begun(), torch.zeros(2, 4)),
     "device_settle": lambda: (
         _on_device(),
         torch.zeros(1, dtype=torch.int32),
         torch.zeros(1, 8),
     ),
-    "device_stage": lambda: (_table_with_plan(), torch.zeros(3, 8)),
+    "device_stage_moves": lambda: ([_table_with_plan()], torch.zeros(24)),
     "device_updated": lambda: (_planned(),),
     "group_begin": lambda: (_group(), IDS, OFFSETS, None),
     "table_make_device_slots": lambda: (_table(), 2),
@@ -582,6 +590,15 @@ def test_an_unknown_handle_is_an_error(name: str) -> None:
             "rows_update",
         )
     }
+    for op in (
+        "device_abort_moves",
+        "device_commit_moves",
+        "device_land_moves",
+        "device_moves",
+        "device_plan_ahead",
+        "device_stage_moves",
+    ):
+        several[op] = [10**9]
     bad: Any = {
         "group_create": [10**9],
         "group_accumulated_backward": [_GONE],
@@ -589,8 +606,6 @@ def test_an_unknown_handle_is_an_error(name: str) -> None:
         **several,
     }.get(name, 10**9)
     of_context = (
-        "device_abort",
-        "device_commit",
         "device_dirty_of_pass",
         "device_plan",
         "device_plan_refresh",
@@ -619,7 +634,10 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_read(table, IDS, torch.ones(2, 4)), "out"),
         (lambda: native.table_make_device_slots(table, 0), "from 1 to"),
         (lambda: native.table_make_device_slots(_on_device(), 1), "already"),
-        (lambda: native.device_planned(table), "no device slots"),
+        (lambda: native.device_moves([table], [0]), "no device slots"),
+        (lambda: native.device_moves([_on_device()], []), "firsts"),
+        (lambda: native.device_commit_moves([table]), "no device slots"),
+        (lambda: native.device_plan_ahead([_group()]), "no device slots"),
         (lambda: native.device_plan(_begun(), [0], [0], torch.zeros(3)), "out"),
         (lambda: native.device_plan(_begun(), [], [0], _NUMBERS), "firsts"),
         (lambda: native.device_plan(_begun(), [0], [1], _NUMBERS), "arenas"),
@@ -631,8 +649,8 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
             ),
             "slots",
         ),
-        (lambda: native.device_stage(_on_device(), torch.zeros(1, 8)), "out"),
-        (lambda: native.device_land(_on_device(), torch.zeros(1, 8)), "rows"),
+        (lambda: native.device_stage_moves([_on_device()], torch.zeros(8)), "out"),
+        (lambda: native.device_land_moves([_on_device()], torch.zeros(8)), "rows"),
         (
             lambda: native.device_settle(
                 _on_device(), torch.tensor([3], dtype=torch.int32), torch.zeros(1, 8)

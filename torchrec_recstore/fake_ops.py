@@ -162,12 +162,10 @@ def _mixed_ids(ids: Tensor, inverse: bool) -> Tensor:
 
 
 _FAKES: dict[str, Callable[..., object]] = {
-    "device_abort": _nothing,
     "device_check_finite": _nothing,
-    "device_commit": _nothing,
     "device_dirty_of_pass": _dirty_of_pass,
     "device_find": _device_find,
-    "device_land": _nothing,
+    "device_land_moves": _nothing,
     "device_locate": _nothing,
     "device_plan": _device_plan,
     "device_plan_refresh": _counted,
@@ -175,7 +173,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "device_read_on_host": _nothing,
     "device_refused": _ids_by_table,
     "device_settle": _nothing,
-    "device_stage": _nothing,
+    "device_stage_moves": _nothing,
     "device_stage_rows": _nothing,
     "device_update": _nothing,
     "device_updated": _nothing,

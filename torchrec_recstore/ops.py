@@ -598,16 +598,6 @@ device_skipped: Callable[[int, int], None] = _ops.device_skipped.default
 """(table, rows). Counts rows that an update has left as they are, because their gradient
 was not finite. The update has counted them as updated.
 """
-device_planned: Callable[[int], tuple[Tensor, Tensor]] = _ops.device_planned.default
-"""(table) -> the device slots to which its plan copies rows, and those whose rows it
-copies to the host before, each (n,) int32 from 0.
-"""
-device_stage: Callable[[int, Tensor], None] = _ops.device_stage.default
-"""(table, out (n, stride) float32). Writes the rows that its plan copies to ``out``."""
-device_commit: Callable[[Tensor], None] = _ops.device_commit.default
-"""(context). Notes that the copies of its plans have been carried out."""
-device_abort: Callable[[Tensor], None] = _ops.device_abort.default
-"""(context). Ends its plans, of which nothing has been carried out."""
 device_updated: Callable[[Tensor], None] = _ops.device_updated.default
 """(context). Notes that the device has updated the rows of the pass."""
 device_read_on_host: Callable[[Tensor, Tensor], None] = _ops.device_read_on_host.default
@@ -622,9 +612,34 @@ device_dirty_of_pass: Callable[[Tensor], list[Tensor]] = (
     _ops.device_dirty_of_pass.default
 )
 """(context) -> :data:`device_dirty` for the rows of a pass, by table."""
-device_land: Callable[[int, Tensor], None] = _ops.device_land.default
-"""(table, rows (n, stride) float32). Writes the rows that the last plan has copied to the
-host.
+device_moves: Callable[
+    [Sequence[int], Sequence[int]], tuple[Tensor, Tensor, Tensor]
+] = _ops.device_moves.default
+"""(tables, number of the first device slot of each table) -> the device slots to which
+the plans of the tables copy rows, (n,) int32, those whose rows they copy to the host
+before, (m,) int32, and the numbers of both for each table, (2, tables) int64.
+"""
+device_stage_moves: Callable[[Sequence[int], Tensor], None] = (
+    _ops.device_stage_moves.default
+)
+"""(tables, out (floats,) float32). Writes the rows that the plans of the tables copy to
+the device to ``out``, table by table.
+"""
+device_commit_moves: Callable[[Sequence[int]], None] = _ops.device_commit_moves.default
+"""(tables). Notes that the copies of their plans have been carried out."""
+device_abort_moves: Callable[[Sequence[int]], None] = _ops.device_abort_moves.default
+"""(tables). Ends their plans, of which nothing has been carried out."""
+device_land_moves: Callable[[Sequence[int], Tensor], None] = (
+    _ops.device_land_moves.default
+)
+"""(tables, rows (floats,) float32). Writes the rows that the last plans of the tables
+have copied to the host, table by table.
+"""
+device_plan_ahead: Callable[[Sequence[int]], bool] = _ops.device_plan_ahead.default
+"""(groups) -> whether plans exist that copy rows of the newest prefetched batches of the
+groups to the device.
+
+A table whose rows do not fit on the device has no plan.
 """
 device_settle: Callable[[int, Tensor, Tensor], None] = _ops.device_settle.default
 """(table, device slots (n,) int32 of :data:`device_dirty`, rows (n, stride) float32).

@@ -106,7 +106,7 @@ struct Side {
         flying[t].insert(flying[t].end(), device_row(t, slot), device_row(t, slot) + stride);
       }
       std::vector<float> up(plan.rows.size() * static_cast<size_t>(stride));
-      stage_planned(*tables[t], up.data());
+      stage_planned(*tables[t], 0, static_cast<int64_t>(plan.rows.size()), up.data());
       for (size_t i = 0; i < plan.targets.size(); ++i) {
         std::copy_n(up.data() + static_cast<int64_t>(i) * stride, stride, device_row(t, plan.targets[i]));
       }

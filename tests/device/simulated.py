@@ -18,7 +18,8 @@ memory, so that this package gets them from ``streams_by_type``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -149,6 +150,20 @@ LAUNCHES = {"update": 2}
 """The number of kernels of a call, 1 unless it is here."""
 
 
+_failing_kernel: str | None = None
+
+
+@contextmanager
+def failing_kernel(name: str | None) -> Iterator[None]:
+    """Lets each launch of a kernel raise RuntimeError."""
+    global _failing_kernel
+    _failing_kernel = name
+    try:
+        yield
+    finally:
+        _failing_kernel = None
+
+
 class SimulatedKernels:
     """``DeviceKernels`` of the device."""
 
@@ -161,6 +176,8 @@ class SimulatedKernels:
         return partial(self._launch, name)
 
     def _launch(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == _failing_kernel:
+            raise RuntimeError(f"the kernel {name} has failed")
         kernel = getattr(self._reference, name)
         arguments = inspect.signature(kernel).bind(*args, **kwargs).arguments
         values = {}

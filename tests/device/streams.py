@@ -275,6 +275,17 @@ def failing(copies_before: int) -> Iterator[Failure]:
         _failure = None
 
 
+@contextmanager
+def resumed(failure: Failure) -> Iterator[None]:
+    """Counts the copies of a failure that has not happened yet further."""
+    global _failure
+    _failure = failure
+    try:
+        yield
+    finally:
+        _failure = None
+
+
 def _fail_if_due() -> None:
     failure = _failure
     if failure is None or failure.has_happened:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.utils.backend_registration
 
 from tests.device import simulated, transfers
 from tests.device.streams import Counts
+from tests.device.test_device import same
 from tests.device.test_device_rows import load
 
 pytestmark = pytest.mark.skipif(
@@ -88,6 +90,71 @@ def test_a_step_launches_at_most_eight_kernels(found: dict[str, Any]) -> None:
     for counts in found["a_part"]["steps"]:
         assert len(counts.kernels) <= 8
         assert len(counts.named(simulated.PREFIX)) == len(counts.kernels)
+
+
+def test_a_failed_copy_changes_nothing(found: dict[str, Any]) -> None:
+    """Each copy of a step fails once: the results are those of the CPU."""
+    plain = found["failures"]["plain"]
+    results = found["failures"]["results"]
+    assert not results[-1]["failed"]
+    assert sum(result["failed_in_forward"] for result in results) >= 3
+    failed_in_backward = [
+        result
+        for result in results
+        if result["failed"] and not result["failed_in_forward"]
+    ]
+    assert len(failed_in_backward) >= 2
+    for result in results:
+        assert same(result["found"], plain["found"])
+        assert same(result["rows"], plain["rows"])
+
+
+def test_rows_are_brought_again_after_a_failed_copy(found: dict[str, Any]) -> None:
+    failed = found["failed_settle"]
+    assert len(failed["errors"]) == 2
+    assert same(failed["rows"], failed["plain"])
+
+
+@pytest.mark.parametrize("kernel", ["scatter", "update"])
+def test_every_call_raises_after_rows_are_lost(
+    kernel: str, found: dict[str, Any]
+) -> None:
+    first, *later = found["lost"][kernel]
+    assert f"the kernel {kernel} has failed" in first
+    for message in later:
+        assert message.startswith("RuntimeError: tables t0, t1, t2: a copy to the")
+        assert "load the last checkpoint in a new process" in message
+
+
+@pytest.mark.parametrize("options", ["unlimited", "bounded"])
+def test_prefetched_rows_change_no_result(options: str, found: dict[str, Any]) -> None:
+    plain, on_device = found["prefetches"][options]
+    for result in on_device:
+        assert same(result["found"], plain["found"])
+        assert same(result["rows"], plain["rows"])
+
+
+def test_a_lookup_after_a_prefetch_copies_no_row(found: dict[str, Any]) -> None:
+    _, (result, *_) = found["prefetches"]["unlimited"]
+    rows_ahead = 0
+    counted = result["counted"]
+    for before, now in itertools.pairwise(counted):
+        _, of_prefetch, removes = before
+        of_forward = now[0]
+        rows_ahead += len(of_prefetch.up) == 2
+        if removes:  # rows of the batch have left the table after the prefetch
+            continue
+        assert len(of_forward.up) == 1
+        assert of_forward.down == []
+        assert of_forward.named(simulated.PREFIX) == [simulated.PREFIX + "pool"]
+    assert rows_ahead > 20
+
+
+def test_late_copies_change_no_result(found: dict[str, Any]) -> None:
+    plain = found["delayed"]["plain"]
+    for result in found["delayed"]["delayed"]:
+        assert same(result["found"], plain["found"])
+        assert same(result["rows"], plain["rows"])
 
 
 @pytest.mark.slow

@@ -1,16 +1,23 @@
-"""Programs that count what a step with rows on the device copies and launches."""
+"""Programs that count what a step with rows on the device copies and launches, and that
+let copies be late or fail.
+
+The tests of the programs are in test_transfers.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.device import streams
-from torchrec_recstore import TableOptions
+from tests.device import simulated, streams
+from tests.device.device_rows import bits, part
+from torchrec_recstore import LFU, TableOptions
 from torchrec_recstore.kernels import PooledGroup
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.device_interface import ArenaLayout
@@ -65,30 +72,46 @@ class Zipf:
 class Training:
     """A group with rows on a device, and batches with an id in each bag."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
+    def __init__(
+        self,
+        size: Size,
+        device: torch.device,
+        options: TableOptions = TableOptions(),  # noqa: B008  (it is frozen)
+    ) -> None:
         self.size = size
         self.tables = [
             Table(
                 DIM,
                 optimizer=RowWiseAdagrad(lr=0.1),
-                options=TableOptions(),
+                options=options,
                 name=f"t{number}",
             )
             for number in range(size.tables)
         ]
         self.group = PooledGroup(self.tables, range(size.tables), "sum")
-        self.group.put_on_device(device, [size.device_rows] * size.tables)
+        self.to = None
+        if device.type != "cpu":
+            self.group.put_on_device(device, [size.device_rows] * size.tables)
+            self.to = CopyTarget(device, torch.float32)
         self.zipf = Zipf(size.ids)
-        self.to = CopyTarget(device, torch.float32)
         self.offsets = torch.arange(size.tables * size.batch + 1)
-        self.grad = torch.randn(size.batch, size.tables * DIM).to(device)
+        random = torch.Generator().manual_seed(12)
+        grad = torch.randn(size.batch, size.tables * DIM, generator=random)
+        self.grad = grad.to(device)
+        self.counts = [size.batch] * size.tables
 
     def batch(self) -> Tensor:
         return self.zipf.draw(self.size.tables * self.size.batch)
 
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.group(ids, self.offsets, train=True, to=self.to)
+
     def step(self, ids: Tensor) -> None:
-        out = self.group(ids, self.offsets, train=True, to=self.to)
-        out.backward(self.grad)
+        self.forward(ids).backward(self.grad)
+
+    def rows(self) -> list[Any]:
+        """Returns everything of the tables."""
+        return [part(table) for table in self.tables]
 
 
 def counted_steps(size: Size, device: torch.device) -> Found:
@@ -129,7 +152,162 @@ def all_rows(device: torch.device) -> Found:
     return counted_steps(size, device)
 
 
+CPU = torch.device("cpu")
+TINY = Size(tables=3, batch=40, ids=400, device_rows=100, warm_up_steps=8, steps=6)
+
+
+def step_with_failure(device: torch.device, copies_before: int) -> Found:
+    """Trains, and lets a copy of one step fail. Between its forward and its backward,
+    rows of the batch are written.
+    """
+    training = Training(TINY, device)
+    for _ in range(TINY.warm_up_steps):
+        training.step(training.batch())
+    ids = training.batch()
+    with streams.failing(copies_before) as failure:
+        out = training.forward(ids)
+    failed_in_forward = failure.has_happened
+    written = ids[:3].unique()
+    training.tables[0].insert(written, torch.ones(len(written), DIM))
+    with streams.resumed(failure):
+        out.backward(training.grad)
+    found = [bits(out)]
+    for _ in range(3):
+        training.step(training.batch())
+    return {
+        "found": found,
+        "rows": training.rows(),
+        "failed": failure.has_happened,
+        "failed_in_forward": failed_in_forward,
+    }
+
+
+def failures(device: torch.device) -> Found:
+    """Lets each copy of a step fail, one after the other."""
+    plain = step_with_failure(CPU, 0)
+    results = []
+    for copies_before in range(100):
+        result = step_with_failure(device, copies_before)
+        results.append(result)
+        if not result["failed"]:
+            break
+    return {"plain": plain, "results": results}
+
+
+def failed_settle(device: torch.device) -> Found:
+    """Lets each copy fail that brings rows to the host."""
+    training = Training(TINY, device)
+    plain = Training(TINY, CPU)
+    for _ in range(TINY.warm_up_steps):
+        ids = training.batch()
+        training.step(ids)
+        plain.step(ids)
+    errors = []
+    for copies_before in range(2):
+        with streams.failing(copies_before):
+            try:
+                training.tables[0].lookup(ids[:9])
+            except MemoryError as error:
+                errors.append(str(error))
+    return {"errors": errors, "rows": training.rows(), "plain": plain.rows()}
+
+
+def lost(device: torch.device) -> dict[str, list[str]]:
+    """What is said after a kernel that changes rows has failed."""
+    return {kernel: said_after(device, kernel) for kernel in ("scatter", "update")}
+
+
+def said_after(device: torch.device, kernel: str) -> list[str]:
+    training = Training(TINY, device)
+    for _ in range(TINY.warm_up_steps):
+        training.step(training.batch())
+    ids = torch.arange(3)
+    calls: list[Callable[[], Any]] = [
+        lambda: training.step(training.batch()),
+        lambda: training.step(training.batch()),
+        lambda: training.tables[0].lookup(ids),
+        lambda: training.tables[1].read_rows(ids),
+        lambda: training.group.prefetch(training.batch(), training.counts),
+    ]
+    messages = []
+    for number, call in enumerate(calls):
+        with simulated.failing_kernel(kernel if number == 0 else None):
+            try:
+                call()
+                messages.append("nothing")
+            except Exception as error:
+                messages.append(f"{type(error).__name__}: {error}")
+    streams.forget()
+    return messages
+
+
+BOUNDED = TableOptions(max_rows=150, eviction=LFU())
+
+
+def prefetched(
+    device: torch.device, options: TableOptions, seed: int | None, steps: int = 40
+) -> Found:
+    """Trains as a pipeline does: the rows of the next batch are prefetched between the
+    forward and the backward of a batch, by a thread.
+    """
+    training = Training(TINY, device, options)
+    found = []
+    counted = []
+    delays = nullcontext() if seed is None else streams.delays(seed)
+    with ThreadPoolExecutor(1) as thread, delays:
+        ids = training.batch()
+        for step in range(steps):
+            with streams.counted() as of_forward:
+                out = training.forward(ids)
+            ids = training.batch()
+            with streams.counted() as of_prefetch:
+                thread.submit(training.group.prefetch, ids, training.counts).result()
+            removes = step % 5 == 4
+            if removes:
+                training.tables[1].remove(ids[TINY.batch : TINY.batch + 2])
+            out.backward(training.grad)
+            found.append(bits(out))
+            counted.append((of_forward, of_prefetch, removes))
+    return {"found": found, "rows": training.rows(), "counted": counted}
+
+
+def prefetches(device: torch.device) -> Found:
+    results = {}
+    for name, options in {"unlimited": TableOptions(), "bounded": BOUNDED}.items():
+        plain = prefetched(CPU, options, None)
+        on_device = [prefetched(device, options, seed) for seed in (None, *range(5))]
+        results[name] = (plain, on_device)
+    return results
+
+
+def delayed(device: torch.device) -> Found:
+    """Trains with two pending passes, while every copy is late at random."""
+    plain = two_pending(CPU, None)
+    return {"plain": plain, "delayed": [two_pending(device, s) for s in range(8)]}
+
+
+def two_pending(device: torch.device, seed: int | None) -> Found:
+    training = Training(TINY, device, BOUNDED)
+    found = []
+    with nullcontext() if seed is None else streams.delays(seed):
+        for step in range(20):
+            outputs = [training.forward(training.batch()) for _ in range(2)]
+            if step % 3 == 0:
+                outputs.reverse()
+            for out in outputs:
+                out.backward(training.grad)
+                found.append(bits(out))
+            if step % 4 == 1:
+                found.append(bits(training.tables[2].lookup(torch.arange(20))))
+    return {"found": found, "rows": training.rows()}
+
+
 SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "a_part": a_part,
     "all_rows": all_rows,
+    "delayed": delayed,
+    "failed_settle": failed_settle,
+    "failures": failures,
+    "lost": lost,
+    "prefetches": prefetches,
 }

@@ -4,12 +4,8 @@ The host has all rows. A row of a batch is copied to the *arena* of its layout, 
 on the device, where kernels pool and update it. ``csrc/rows/device_slots.h`` knows
 which rows are there, and which of them are newer than the host's.
 
-A pass on the device runs under the lock of this object. Everything that can fail comes
-before the native tables learn of a copy: the arriving rows are copied up, rows that
-leave the device are gathered and sent to the host, then the arriving rows are spread
-over the arenas, and then ``ops.device_commit`` makes it so. If there is no memory for a
-copy, the pass runs on the host. The host waits for a copy only here, and never while a
-native call holds a table.
+A pass on the device runs under the lock of this object. If there is no memory for a
+copy, the pass runs on the host. ``device_moves`` moves the rows.
 
 Tests: tests/device/test_device_rows.py.
 """
@@ -17,7 +13,7 @@ Tests: tests/device/test_device_rows.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,21 +22,18 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels.device_arenas import Arena, Arenas
+from torchrec_recstore.kernels.device_arenas import Arenas
 from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget, staging, up
 from torchrec_recstore.kernels.device_interface import INTEGERS, NUMBERS, kernels_of
 from torchrec_recstore.kernels.device_lookups import HostBatch, Lookups
+from torchrec_recstore.kernels.device_moves import DeviceMoves, Staging
 from torchrec_recstore.kernels.device_passes import (
     DevicePass,
     Passes,
     PreparedUpdate,
     Settings,
 )
-from torchrec_recstore.kernels.device_transfers import (
-    DeviceTransfers,
-    Landing,
-    PackedUp,
-)
+from torchrec_recstore.kernels.device_transfers import DeviceTransfers
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.memory_tier import holding
@@ -83,16 +76,6 @@ def _memory_errors() -> Iterator[None]:
         raise MemoryError(text) from error
 
 
-@dataclass
-class _Rows:
-    """Rows of all tables, table by table, in the order of the arenas."""
-
-    slots: Tensor
-    """(n,) int32. The rows of the arenas, from 0 in each arena."""
-    counts: list[int]
-    """The number of rows of each table."""
-
-
 class DeviceRows:
     """The device slots of a group's tables, and the copies of their rows.
 
@@ -132,14 +115,16 @@ class DeviceRows:
         self._arenas = Arenas(tables, self._transfers.new_arena, rows)
         self._kernels = kernels_of(device)
         self._passes = Passes(lookups, self._arenas, self._kernels, device)
-        self._fault: BaseException | None = None
-        self._landing: tuple[Landing, list[int]] | None = None
+        self._moves = DeviceMoves(tables, self._arenas, self._kernels, self._transfers)
         kinds = [arena.kind for arena in self._arenas.all]
         self._is_stochastic = any(kind.is_stochastic for kind in kinds)
         self._raises = any(t.options.nonfinite == "raise" for t in tables)
         self._skipped: Tensor | None = None
         if any(kind.skips_nonfinite for kind in kinds):
-            self._skipped = torch.zeros(len(tables), dtype=torch.int64, device=device)
+            with self._transfers.computing():
+                self._skipped = torch.zeros(
+                    len(tables), dtype=torch.int64, device=device
+                )
         self._skipped_before = [0] * len(tables)
         """The counts of skipped rows that the tables have."""
         for number, table in enumerate(tables):
@@ -156,14 +141,14 @@ class DeviceRows:
         if the device had no room or no memory, so that the lookup was done on the host.
         """
         with self.lock:
-            self._check()
+            self._moves.check()
             context = self._lookups.begin(batch)
-            self._land()
+            self._moves.land()
             try:
                 with _memory_errors():
                     result = self._lookup_on_device(context, batch, to)
             except MEMORY_ERRORS:
-                if self._fault is not None:
+                if self._moves.is_lost:
                     raise
                 result = None
             if result is not None:
@@ -189,9 +174,9 @@ class DeviceRows:
             for ids in ops.device_refused(context):
                 staged.append(_Staged(slots=None, ids=ids, cold=None, initial=True))
             settings = self._settings(self._learning_rates())
-            on_device = self._batch_up(context, batch, slots, staged, settings)
+            on_device = self._batch_up(batch, slots, staged, settings)
         except BaseException:
-            ops.device_abort(context)
+            self._moves.abort()
             raise
         return self._pooled(batch, on_device, to), on_device
 
@@ -211,7 +196,7 @@ class DeviceRows:
         context for an update on the host.
         """
         with self.lock:
-            self._check()
+            self._moves.check()
             context = self._lookups.begin(batch)
             return self._read_on_host(context, batch, out), context
 
@@ -232,12 +217,12 @@ class DeviceRows:
         """
         tiers = [table.tier for table in self._tables]
         with self.lock, holding(tiers):
-            self._check()
+            self._moves.check()
             try:
                 with _memory_errors():
-                    self._land()
+                    self._moves.land()
                     slots, staged = self._find(batch)
-                    on_device = self._batch_up(None, batch, slots, staged, None)
+                    on_device = self._batch_up(batch, slots, staged, None)
                     out = self._pooled(batch, on_device, to)
             except MEMORY_ERRORS:
                 return None
@@ -287,23 +272,23 @@ class DeviceRows:
         has ``nonfinite="raise"``, for which the update on the host raises the error.
         """
         with self.lock:
-            self._check()
+            self._moves.check()
             try:
                 with _memory_errors():
                     counted = ops.device_plan_refresh(context)
                     memory = self._refresh(context, batch, rates, counted)
                 with _memory_errors(), self._transfers.computing(memory):
                     update = self._prepared(batch, grad, weight_gradients)
-                    with self._changing_rows():
+                    with self._moves.changing_rows():
                         self._passes.update(batch, update, self._skipped)
             except MEMORY_ERRORS:
-                if self._fault is not None:
+                if self._moves.is_lost:
                     raise
                 return None
             failed = update.failed_on_host
             if failed is not None and bool(failed.wait()[-1]):
                 return None
-            with self._changing_rows():
+            with self._moves.changing_rows():
                 ops.device_updated(context)
             gradients = update.weight_gradients
             return Updated(None if gradients is None else gradients.wait())
@@ -327,15 +312,15 @@ class DeviceRows:
             parts = {}
             if batch.settings is None or not settings.equals(batch.settings):
                 parts = settings.parts()
-            sent = self._carry_out(context, parts)
+            sent = self._moves.carry_out(parts)
         except BaseException:
-            ops.device_abort(context)
+            self._moves.abort()
             raise
         if parts:
             batch.settings = settings
             batch.numbers = sent.parts["numbers"]
             batch.integers = sent.parts["integers"]
-            batch.memory.append(sent.memory)
+            batch.memory.extend(sent.memory)
         return batch.memory
 
     def _prepared(
@@ -351,6 +336,23 @@ class DeviceRows:
             self._passes.weight_gradients(batch, update)
         return update
 
+    def prefetch(self) -> None:
+        """Copies the rows of the batch that the group has prefetched last to the device,
+        so that its training lookup finds them there.
+
+        The rows keep their device slots as long as a pass is pending that began before
+        this call. Rows of a table that has no room for them stay on the host.
+        """
+        with self.lock:
+            self._moves.check()
+            try:
+                with _memory_errors():
+                    self._moves.land()
+                    if ops.device_plan_ahead(self._lookups.groups):
+                        self._moves.carry_out()
+            except MEMORY_ERRORS:
+                self._moves.check()
+
     def count_skipped(self) -> None:
         """Adds the rows that updates on the device have skipped, because their gradient
         was not finite, to the counts of the tables.
@@ -358,7 +360,7 @@ class DeviceRows:
         with self.lock:
             if self._skipped is None:
                 return
-            self._check()
+            self._moves.check()
             with self._transfers.computing():
                 arriving = Arriving(self._skipped)
             skipped = arriving.wait().tolist()
@@ -385,190 +387,24 @@ class DeviceRows:
                 self.settle(table, table_ids)
             yield
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the rows on the device are lost."""
-        return self._fault is not None
-
-    @contextmanager
-    def _changing_rows(self) -> Iterator[None]:
-        """Runs kernels that change rows, and tells the native tables of it.
-
-        If one of them fails, the rows are neither the old ones nor the new ones.
-        """
-        try:
-            yield
-        except BaseException as error:
-            self._fault = error
-            raise
-
-    def _check(self) -> None:
-        """Raises RuntimeError if a copy has failed in between, so that rows on the
-        device are lost.
-        """
-        if self._fault is not None:
-            names = ", ".join(table.name for table in self._tables)
-            raise RuntimeError(
-                f"tables {names}: a copy to the device failed earlier, so that the rows"
-                " there are lost: load the last checkpoint in a new process"
-            ) from self._fault
-
     def settle(self, table: Table, ids: Tensor | None) -> None:
         """Brings the host's rows of ``ids``, (N,) int64, or all rows of a table up to
         date.
         """
         with self.lock:
-            self._check()
+            self._moves.check()
             if ids is None:
                 self.count_skipped()
-            self._land()
+            self._moves.land()
             dirty = ops.device_dirty(table.handle, ids)
-            self._bring([(self._tables.index(table), dirty)])
+            self._moves.bring({self._tables.index(table): dirty})
 
     def settle_pass(self, context: Tensor) -> None:
         """Brings the host's rows of a pass up to date."""
         with self.lock:
-            self._check()
-            self._land()
-            self._bring(list(enumerate(ops.device_dirty_of_pass(context))))
-
-    def _bring(self, dirty: list[tuple[int, Tensor]]) -> None:
-        """Copies dirty rows to the host, all of them in one copy, and writes them."""
-        slots_of_tables = dict(dirty)
-        nothing = torch.empty(0, dtype=torch.int32)
-        rows = self._rows([slots_of_tables.get(n, nothing) for n in self._arenas.order])
-        if len(rows.slots) == 0:
-            return
-        sent = self._transfers.up({"slots": rows.slots})
-        landing = self._down(rows.counts, sent.parts["slots"])
-        parts = self._by_table(landing.wait(), rows.counts)
-        for number, table_rows in zip(self._arenas.order, parts, strict=True):
-            slots = slots_of_tables.get(number)
-            if slots is not None and len(slots):
-                ops.device_settle(self._tables[number].handle, slots, table_rows)
-
-    def _land(self) -> None:
-        """Writes the rows that have left the device to the host."""
-        if self._landing is None:
-            return
-        landing, counts = self._landing
-        parts = self._by_table(landing.wait(), counts)
-        for place, number in enumerate(self._arenas.order):
-            if counts[place]:
-                ops.device_land(self._tables[number].handle, parts[place])
-                counts[place] = 0
-        self._landing = None
-
-    def _carry_out(
-        self, context: Tensor, parts: Mapping[str, Tensor] | None = None
-    ) -> PackedUp:
-        """Copies what the plans say, and makes it so. If it fails, nothing changes.
-
-        Args:
-            context: The context of the pass.
-            parts: Tensors of the host that go to the device in the same copy.
-
-        Returns:
-            The parts on the device.
-        """
-        try:
-            plans = [
-                ops.device_planned(self._tables[number].handle)
-                for number in self._arenas.order
-            ]
-            arriving = self._rows([targets for targets, _ in plans])
-            leaving = self._rows([slots for _, slots in plans])
-            slots = {"arriving": arriving.slots, "leaving": leaving.slots}
-            sent = self._transfers.up({**slots, **(parts or {})})
-            staged = self._staged(arriving.counts)
-            landing = None
-            if len(leaving.slots):
-                landing = self._down(leaving.counts, sent.parts["leaving"])
-        except BaseException:
-            ops.device_abort(context)
-            raise
-        # All rows that leave have been gathered, so that others can take their places.
-        with self._changing_rows():
-            if len(arriving.slots):
-                self._scatter(arriving.counts, sent.parts["arriving"], staged)
-            ops.device_commit(context)
-        if landing is not None:
-            self._landing = (landing, leaving.counts)
-        return sent
-
-    def _rows(self, slots_of_tables: Sequence[Tensor]) -> _Rows:
-        """Returns rows of the tables, given by their device slots, in the order of the
-        arenas.
-        """
-        slots = []
-        firsts = [first for arena in self._arenas.all for first in arena.firsts]
-        for first, table_slots in zip(firsts, slots_of_tables, strict=True):
-            slots.append(table_slots + first)
-        return _Rows(torch.cat(slots), [len(of_table) for of_table in slots])
-
-    def _staged(self, counts: Sequence[int]) -> Tensor:
-        """Returns the rows that the plans copy, on the device."""
-        staged = self._transfers.pinned((self._floats(counts),), torch.float32)
-        parts = self._by_table(staged, counts)
-        for number, count, part in zip(self._arenas.order, counts, parts, strict=True):
-            if count:
-                ops.device_stage(self._tables[number].handle, part)
-        return self._transfers.copied_up(staged)
-
-    def _floats(self, counts: Sequence[int]) -> int:
-        """Returns the number of floats of rows, given by their numbers by table."""
-        rows = dict(zip(self._arenas.order, counts, strict=True))
-        floats = 0
-        for arena in self._arenas.all:
-            floats += arena.layout.stride * sum(rows[n] for n in arena.numbers)
-        return floats
-
-    def _by_table(self, flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Returns the rows of each table, (n, stride), of a flat tensor."""
-        strides = []
-        for arena in self._arenas.all:
-            strides.extend([arena.layout.stride] * len(arena.numbers))
-        parts = []
-        begin = 0
-        for count, stride in zip(counts, strides, strict=True):
-            end = begin + count * stride
-            parts.append(flat[begin:end].view(count, stride))
-            begin = end
-        return parts
-
-    def _by_arena(
-        self, slots: Tensor, flat: Tensor, counts: Sequence[int]
-    ) -> Iterator[tuple[Arena, Tensor, Tensor]]:
-        """Returns the arenas that have some of the rows, with the slots and the rows,
-        (n, stride).
-        """
-        rows = dict(zip(self._arenas.order, counts, strict=True))
-        first = 0
-        begin = 0
-        for arena in self._arenas.all:
-            count = sum(rows[number] for number in arena.numbers)
-            end = begin + count * arena.layout.stride
-            if count:
-                of_arena = flat[begin:end].view(count, arena.layout.stride)
-                yield arena, slots[first : first + count], of_arena
-            first += count
-            begin = end
-
-    def _scatter(self, counts: Sequence[int], slots: Tensor, rows: Tensor) -> None:
-        """Spreads rows that have arrived over the arenas."""
-        with self._transfers.moving_rows():
-            for arena, arena_slots, arena_rows in self._by_arena(slots, rows, counts):
-                self._kernels.scatter(arena.rows, arena_slots, arena_rows)
-
-    def _down(self, counts: Sequence[int], slots: Tensor) -> Landing:
-        """Sends rows to the host."""
-        with self._transfers.moving_rows():
-            gathered = torch.empty(
-                self._floats(counts), dtype=torch.float32, device=self.device
-            )
-            for arena, arena_slots, rows in self._by_arena(slots, gathered, counts):
-                self._kernels.gather(arena.rows, arena_slots, rows)
-        return self._transfers.down(gathered)
+            self._moves.check()
+            self._moves.land()
+            self._moves.bring(dict(enumerate(ops.device_dirty_of_pass(context))))
 
     def _settings(self, rates: Sequence[float]) -> Settings:
         settings = ops.device_settings(
@@ -578,16 +414,15 @@ class DeviceRows:
 
     def _batch_up(
         self,
-        context: Tensor | None,
         batch: HostBatch,
         slots: Tensor,
         staged: Sequence[_Staged],
         settings: Settings | None,
     ) -> DevicePass:
         """Copies what kernels need of a batch to the device, and carries out the plan
-        of a training lookup with the same copy.
+        of a training lookup with the same copies.
 
-        An evaluation has no context, and no settings.
+        An evaluation has no plan, and no settings.
         """
         packed = self._passes.segments(batch, slots)
         parts = {"slots": slots, "segments": packed.fields}
@@ -599,15 +434,15 @@ class DeviceRows:
             parts["weights"] = batch.weights.detach()
         if settings is not None and self._is_stochastic:
             parts["ids"] = batch.ids
-        rows = self._staging_up(staged)
-        if context is None:
-            sent = self._transfers.up(parts)
+        staging = self._staging(staged)
+        if settings is not None:
+            sent = self._moves.carry_out(parts, staging)
         else:
-            sent = self._carry_out(context, parts)
+            sent = self._moves.send(parts, staging)
         return DevicePass(
-            memory=[sent.memory, *(part for part in rows if part is not None)],
+            memory=sent.memory,
             slots=sent.parts["slots"],
-            staging=rows,
+            staging=sent.staging,
             offsets=sent.parts.get("offsets"),
             weights=sent.parts.get("weights"),
             segments=sent.parts["segments"],
@@ -618,30 +453,28 @@ class DeviceRows:
             integers=sent.parts.get("integers"),
         )
 
-    def _staging_up(self, staged: Sequence[_Staged]) -> list[Tensor | None]:
-        """Copies staged rows to the device, those of each arena in one tensor."""
-        staging_of_arenas: list[Tensor | None] = []
+    def _staging(self, staged: Sequence[_Staged]) -> Staging:
+        """Returns the staging of all arenas, given by table."""
+        rows = []
         for arena in self._arenas.all:
-            rows = sum(len(staged[number].ids) for number in arena.numbers)
-            if rows == 0:
-                staging_of_arenas.append(None)
-                continue
-            shape = (rows, arena.layout.stride)
-            on_host = self._transfers.pinned(shape, torch.float32)
-            begin = 0
-            for number in arena.numbers:
-                of_table = staged[number]
-                end = begin + len(of_table.ids)
-                cold_ids, cold_images = of_table.cold or (None, None)
-                ops.device_stage_rows(
-                    self._tables[number].handle,
-                    of_table.slots,
-                    of_table.ids,
-                    of_table.initial,
-                    cold_ids,
-                    cold_images,
-                    on_host[begin:end],
-                )
-                begin = end
-            staging_of_arenas.append(self._transfers.copied_up(on_host))
-        return staging_of_arenas
+            rows.append(sum(len(staged[number].ids) for number in arena.numbers))
+        return Staging(rows, partial(self._write_staging, staged))
+
+    def _write_staging(
+        self, staged: Sequence[_Staged], arena: int, on_host: Tensor
+    ) -> None:
+        begin = 0
+        for number in self._arenas.all[arena].numbers:
+            of_table = staged[number]
+            end = begin + len(of_table.ids)
+            cold_ids, cold_images = of_table.cold or (None, None)
+            ops.device_stage_rows(
+                self._tables[number].handle,
+                of_table.slots,
+                of_table.ids,
+                of_table.initial,
+                cold_ids,
+                cold_images,
+                on_host[begin:end],
+            )
+            begin = end

@@ -108,6 +108,10 @@ class DeviceTransfers:
         self._last_use = self._streams.event()
         self._last_use.record(self._streams.current())
 
+    def new_rows(self, floats: int) -> Tensor:
+        """Returns memory for rows, (floats,) float32, of the current stream."""
+        return torch.empty(floats, dtype=torch.float32, device=self.device)
+
     @contextmanager
     def moving_rows(self) -> Iterator[None]:
         """Runs kernels of U that move rows into and out of arenas."""

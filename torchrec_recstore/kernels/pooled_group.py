@@ -140,7 +140,8 @@ class PooledGroup(TableGroup):
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
         """Prepares a batch for its training forward: creates missing rows, resolves ids
-        to slots and reads cold rows.
+        to slots and reads cold rows. Rows that the device does not have are copied
+        there, beside the kernels of the current stream.
 
         It may run in a separate thread while other calls run. It creates no rows in
         tables with ``max_rows`` or ``admission``, and does nothing if the tables are
@@ -168,6 +169,8 @@ class PooledGroup(TableGroup):
         with ops.native_errors(self._label):
             with self.rows_lock:
                 ops.group_prefetch(self.handle, ids, counts)
+                if self.device_rows is not None:
+                    self.device_rows.prefetch()
             self.cold_rows.prefetch(ids, counts)
 
     def check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:

@@ -232,6 +232,9 @@ class SequenceGroup(TableGroup):
         """
         for group, table_ids in self._ids_of_groups(ids, counts):
             group.prefetch(table_ids, [len(table_ids)])
+        if self.device_rows is not None and not self.frozen:
+            with ops.native_errors(self._label):
+                self.device_rows.prefetch()
 
     def _sizes(self, counts: Sequence[int]) -> list[int]:
         """Returns the number of elements of each table's output."""

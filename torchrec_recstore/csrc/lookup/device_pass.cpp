@@ -16,13 +16,13 @@ DeviceSlots& device_slots(const Table& table) {
   return *table.device();
 }
 
-void stage_planned(const Table& table, float* out) {
+void stage_planned(const Table& table, int64_t begin, int64_t end, float* out) {
   const ArenaLayout layout = ArenaLayout::of(table.config());
   const int64_t stride = layout.stride();
-  for (const Slot slot : device_slots(table).planned().rows) {
+  const std::vector<Slot>& rows = device_slots(table).planned().rows;
+  for (int64_t i = begin; i < end; ++i, out += stride) {
     std::fill(out, out + stride, 0.0f);
-    if (slot != kNoSlot) to_arena(layout, table.rows(), slot, out);
-    out += stride;
+    if (rows[i] != kNoSlot) to_arena(layout, table.rows(), rows[i], out);
   }
 }
 

@@ -47,6 +47,12 @@ class ComingBatches {
   // Removes and returns the slots of a batch that resembles this one; null if there are none. Older batches are
   // dropped, because batches are used in the order of their prefetches.
   std::unique_ptr<SlotsAhead> take(const Batch& batch);
+  // Calls visit(batch) for the batch that was added last, if it has not been taken or dropped.
+  template <class Visit>
+  void with_newest(const Visit& visit) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!coming_.empty()) visit(*coming_.back().batch);
+  }
 
  private:
   struct Coming {

@@ -122,14 +122,6 @@ Tensor device_plan_refresh(Tensor context) {
     throw;
   }
 }
-void device_commit(Tensor context) {
-  for (const auto& pass : passes_of(context)) pass->commit_plan();
-}
-void device_abort(Tensor context) {
-  const auto all = passes_of(context);
-  abort_plans(all, all.size());
-}
-
 void device_updated(Tensor context) {
   for (const auto& pass : passes_of(context)) pass->updated_on_device(executor());
 }
@@ -139,21 +131,6 @@ void device_skipped(int64_t table_handle, int64_t rows) {
   const LockedTable table(tables().get(table_handle));
   table->counters().updates -= rows;
   table->counters().nonfinite += rows;
-}
-
-// What the plan of a table copies: the device slots that rows of the host are copied to, and those whose rows are
-// copied to the host before, int32.
-std::tuple<Tensor, Tensor> device_planned(int64_t table_handle) {
-  const SharedTable table(tables().get(table_handle));
-  const DeviceSlots::Plan& plan = device_slots(*table).planned();
-  return {narrow_tensor(plan.targets), narrow_tensor(plan.leaving)};
-}
-
-// Writes the rows that the plan of a table copies to the device to out.
-void device_stage(int64_t table_handle, Tensor out) {
-  const SharedTable table(tables().get(table_handle));
-  check_arena_rows(out, "out", *table, static_cast<int64_t>(device_slots(*table).planned().rows.size()));
-  stage_planned(*table, mutable_data<float>(out));
 }
 
 // Where an evaluation lookup on the device reads rows: the numbers of ids (n,) int32, and the slots and ids of the rows
@@ -234,13 +211,6 @@ std::vector<Tensor> device_dirty_of_pass(Tensor context) {
   return dirty;
 }
 
-// Writes the rows in flight to the host.
-void device_land(int64_t table_handle, Tensor rows) {
-  const LockedTable table(tables().get(table_handle));
-  check_arena_rows(rows, "rows", *table, device_slots(*table).in_flight());
-  land(*table, float_data(rows), rows.size(0));
-}
-
 // Writes dirty rows to the host.
 void device_settle(int64_t table_handle, Tensor dirty, Tensor rows) {
   const LockedTable table(tables().get(table_handle));
@@ -257,12 +227,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("device_plan(Tensor context, int[] firsts, int[] arenas, Tensor(a!) out) -> bool");
   m.def("device_refused(Tensor context) -> Tensor[]");
   m.def("device_plan_refresh(Tensor context) -> Tensor");
-  m.def("device_commit(Tensor context) -> ()");
-  m.def("device_abort(Tensor context) -> ()");
   m.def("device_updated(Tensor context) -> ()");
   m.def("device_skipped(int table, int rows) -> ()");
-  m.def("device_planned(int table) -> (Tensor, Tensor)");
-  m.def("device_stage(int table, Tensor(a!) out) -> ()");
   m.def("device_find(int table, Tensor ids, int first, int staged, bool stages_missing) -> (Tensor, Tensor, Tensor)");
   m.def(
       "device_stage_rows(int table, Tensor? slots, Tensor ids, bool initial, Tensor? elsewhere_ids, Tensor? "
@@ -270,13 +236,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("device_read_on_host(Tensor context, Tensor(a!) out) -> ()");
   m.def("device_dirty(int table, Tensor? ids) -> Tensor");
   m.def("device_dirty_of_pass(Tensor context) -> Tensor[]");
-  m.def("device_land(int table, Tensor rows) -> ()");
   m.def("device_settle(int table, Tensor dirty, Tensor rows) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_make_device_slots", RECSTORE_OP(table_make_device_slots));
-  m.impl("device_planned", RECSTORE_OP(device_planned));
   m.impl("device_skipped", RECSTORE_OP(device_skipped));
   m.impl("device_dirty", RECSTORE_OP(device_dirty));
 }
@@ -285,14 +249,10 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("device_plan", RECSTORE_OP(device_plan));
   m.impl("device_refused", RECSTORE_OP(device_refused));
   m.impl("device_plan_refresh", RECSTORE_OP(device_plan_refresh));
-  m.impl("device_commit", RECSTORE_OP(device_commit));
-  m.impl("device_abort", RECSTORE_OP(device_abort));
   m.impl("device_updated", RECSTORE_OP(device_updated));
-  m.impl("device_stage", RECSTORE_OP(device_stage));
   m.impl("device_find", RECSTORE_ALLOCATING_OP(device_find));
   m.impl("device_stage_rows", RECSTORE_OP(device_stage_rows));
   m.impl("device_read_on_host", RECSTORE_ALLOCATING_OP(device_read_on_host));
   m.impl("device_dirty_of_pass", RECSTORE_OP(device_dirty_of_pass));
-  m.impl("device_land", RECSTORE_OP(device_land));
   m.impl("device_settle", RECSTORE_OP(device_settle));
 }

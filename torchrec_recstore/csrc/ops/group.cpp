@@ -334,13 +334,15 @@ Tensor group_read(int64_t group_handle, Tensor ids, std::optional<Tensor> offset
   return out;
 }
 
-// Makes the missing rows of a batch before its training forward, on the calling thread alone: the other threads are
-// busy with the present batch.
+// Makes the missing rows of a batch before its training forward. It runs on the calling thread alone, because the other
+// threads are busy with the present batch, unless a device is busy with it.
 void group_prefetch(int64_t group_handle, Tensor ids, std::vector<int64_t> counts) {
   const auto group = groups().get(group_handle);
   ids = checked_ids(ids);
+  const auto is_on_device = [](const auto& table) { return table->device() != nullptr; };
+  const bool uses_threads = std::any_of(group->tables.begin(), group->tables.end(), is_on_device);
   SerialExecutor serial;
-  prefetch(*group, id_data(ids), ids.size(0), counts, serial);
+  prefetch(*group, id_data(ids), ids.size(0), counts, uses_threads ? executor() : serial);
 }
 
 // Returns the gradient of the per-sample weights (n_ids,), which is empty without weight_grads.

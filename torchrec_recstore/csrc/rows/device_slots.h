@@ -55,6 +55,8 @@ class DeviceSlots {
   // Plans that those of `distinct` that are stale are copied to the device again, before the device changes them.
   void plan_refresh(const std::vector<DeviceSlot>& distinct);
   const Plan& planned() const { return plan_; }
+  // Lets the plan count no hits, because a later plan counts the same rows.
+  void forget_hits() noexcept { plan_.hits = 0; }
   // The device slot of a row that the plan has, or that has one already.
   DeviceSlot planned_slot(Slot slot) const;
   void commit() noexcept;

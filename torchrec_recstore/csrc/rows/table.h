@@ -184,6 +184,8 @@ class Table {
   void reserve_pass() { reserve_more(pending_, 1); }
   // Begins a pass and returns its number. Slots that are freed afterwards wait for its end.
   uint64_t begin_pass(PendingPass* pass) noexcept;
+  // Returns the number of a pass that does not begin: it lies between those of the passes before and after the call.
+  uint64_t take_pass_number() noexcept { return next_pass_++; }
   void end_pass(uint64_t number) noexcept;
   // The number of the oldest pending pass, or of the next one.
   uint64_t oldest_pass() const { return pending_.empty() ? next_pass_ : pending_.front().number; }
