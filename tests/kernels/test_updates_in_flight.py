@@ -172,6 +172,7 @@ TABLE_CALLS: dict[str, TableCall] = {
     "left_ids": lambda table, other: table.left_ids(),
     "ids": lambda table, other: table.ids(),
     "optimizer_steps": lambda table, other: table.optimizer_steps,
+    "set_optimizer_steps": after(lambda table, other: table.set_optimizer_steps(7)),
     "steps": lambda table, other: table.steps,
     "stats": lambda table, other: table.stats(),
     "close": close,
