@@ -58,9 +58,12 @@ test: build $(VENV)/.dev-requirements  ## lint, the C++ tests, and the Python te
 	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) lint test-cpp
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
-test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults and test-tsan: the second step of CI
+# The C++ tests run together, so that no core waits for the last test of a target.
+TEST_ARM := $(if $(shell command -v $(ARM_CXX) 2>&1),$(if $(shell command -v $(firstword $(ARM_RUN)) 2>&1),test-arm))
+
+test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults, test-tsan, and test-arm if it can run: the second step of CI
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m slow $(ARGS)
-	@$(MAKE) --no-print-directory -j$(shell nproc) test-faults test-tsan
+	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) test-faults test-tsan $(TEST_ARM)
 
 test-all:  ## everything that CI runs: make test, then make test-slow
 	@$(MAKE) --no-print-directory test
@@ -81,14 +84,17 @@ TSAN_OBJECTS := $(CPP_OBJECTS:build/cpp/%=build/tsan/%)
 
 .SECONDARY:
 
+# A test is compiled and then linked, because ccache keeps what is only compiled.
+$(foreach kind,cpp tsan arm,$(patsubst %.cpp,build/$(kind)/%.o,$(wildcard tests/cpp/test_*.cpp))): tests/cpp/testing.h
+
 build/cpp/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 	@mkdir -p $(@D)
 	$(CXX) $(SANITIZE) $(INCLUDES) -c $< -o $@
 
 # The linker replaces the functions that the core allocates memory with, so that the test can make them fail.
 build/cpp/test_faults: WRAP := -Wl,--wrap=mmap,--wrap=mremap,--wrap=aligned_alloc
-build/cpp/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(CPP_OBJECTS)
-	$(CXX) $(SANITIZE) $(INCLUDES) $< $(CPP_OBJECTS) $(WRAP) -ldl -o $@
+build/cpp/test_%: build/cpp/tests/cpp/test_%.o $(CPP_OBJECTS)
+	$(CXX) $(SANITIZE) $^ $(WRAP) -ldl -o $@
 
 .PHONY: $(CPP_TESTS:%=run-%)
 $(CPP_TESTS:%=run-%): run-%: %
@@ -103,15 +109,16 @@ build/tsan/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 	@mkdir -p $(@D)
 	$(CXX) $(TSAN) $(INCLUDES) -c $< -o $@
 
-build/tsan/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(TSAN_OBJECTS)
-	$(CXX) $(TSAN) $(INCLUDES) $< $(TSAN_OBJECTS) -ldl -o $@
+build/tsan/test_%: build/tsan/tests/cpp/test_%.o $(TSAN_OBJECTS)
+	$(CXX) $(TSAN) $^ -ldl -o $@
 
-test-tsan: build/tsan/test_stress build/tsan/test_parts build/tsan/test_serving build/tsan/test_row_server build/tsan/test_server_rows  ## the multithreaded work of the core, under ThreadSanitizer
-	tests/cpp/under_tsan.sh build/tsan/test_stress
-	tests/cpp/under_tsan.sh build/tsan/test_parts
-	tests/cpp/under_tsan.sh build/tsan/test_serving
-	tests/cpp/under_tsan.sh build/tsan/test_row_server
-	tests/cpp/under_tsan.sh build/tsan/test_server_rows
+TSAN_TESTS := $(foreach name,stress parts serving row_server server_rows,build/tsan/test_$(name))
+
+.PHONY: $(TSAN_TESTS:%=run-%)
+$(TSAN_TESTS:%=run-%): run-%: %
+	tests/cpp/under_tsan.sh $<
+
+test-tsan: $(TSAN_TESTS:%=run-%)  ## the multithreaded work of the core, under ThreadSanitizer
 
 # The same tests on another processor, for which a cross compiler builds them and which an emulator runs.
 ARM_OBJECTS := $(CPP_OBJECTS:build/cpp/%=build/arm/%)
@@ -121,8 +128,8 @@ build/arm/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 	@mkdir -p $(@D)
 	$(ARM_CXX) $(CPP_FLAGS) $(INCLUDES) -c $< -o $@
 
-build/arm/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(ARM_OBJECTS)
-	$(ARM_CXX) $(CPP_FLAGS) $(INCLUDES) $< $(ARM_OBJECTS) -ldl -o $@
+build/arm/test_%: build/arm/tests/cpp/test_%.o $(ARM_OBJECTS)
+	$(ARM_CXX) $(CPP_FLAGS) $^ -ldl -o $@
 
 .PHONY: $(ARM_TESTS:%=run-%)
 $(ARM_TESTS:%=run-%): run-%: %
