@@ -155,5 +155,6 @@ def flood(kind: str, address: tuple[str, int], seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    print("begins", flush=True)
     host, port = sys.argv[2].split(":")
     flood(sys.argv[1], (host, int(port)), float(sys.argv[3]))

@@ -27,12 +27,12 @@ from torchrec_recstore_service import RecStoreClient
 from torchrec_recstore_service.server.metrics_endpoint import MOST_CLIENTS
 
 TOKEN = "0123456789abcdef"
-SECONDS = 5.0
+SECONDS = 3.0
 MOST_CONNECTIONS = 200
 MORE_THREADS = 24
 MORE_MB = 150
 MORE_FILES = MOST_CONNECTIONS + MOST_CLIENTS + 32
-FEWEST_UPDATES = 5
+FEWEST_UPDATES = 10
 """The updates that a client ends during a flood, which are a hundred on an idle machine."""
 IDS = torch.arange(100)
 
@@ -69,13 +69,14 @@ class Flooded:
             f"{SECONDS}",
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as flood:
+            assert flood.stdout is not None
+            assert flood.stdout.readline() == "begins\n"
             while flood.poll() is None:
                 self.client.update("t", IDS, torch.ones(100, 8))
                 self.client.pull("t", IDS)
                 updates += 1
                 most = tuple(map(max, most, self.used()))  # type: ignore[assignment]
                 time.sleep(0.02)
-            assert flood.stdout is not None
             print(
                 kind,
                 flood.stdout.read().strip(),
