@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,10 @@ from torchrec_recstore.store.arguments import check_ids
 from torchrec_recstore.store.parts import COUNTS_KEY, frequency_key
 from torchrec_recstore.store.table import PART_ROWS
 
-if TYPE_CHECKING:
-    import pyarrow as pa  # type: ignore[import-untyped]
-
 ModelRows = ModelTable | EagerModelTable
 
 
-def table_rows(model: nn.Module, name: str, *, ids: Tensor | None = None) -> pa.Table:
+def table_rows(model: nn.Module, name: str, *, ids: Tensor | None = None) -> Any:
     """Returns the rows of a table as an Arrow table, for notebooks and data frames.
 
     Collective.
@@ -50,14 +47,14 @@ def table_rows(model: nn.Module, name: str, *, ids: Tensor | None = None) -> pa.
             ranks; ids without a row are left out. Default: None, all rows.
 
     Returns:
-        The rows in ascending order of their ids, the same on every rank; for an eager
-        module, the rows of the rank's own table. The columns are ``id``, int64;
-        ``weight``, a list of ``dim`` float32; the states of the optimizer, such as
-        ``exp_avg``, a list of ``dim`` float32 if they have a number for each column,
-        else float32; ``last_step``, int64, the step in which the row was last looked
-        up; and ``frequency``, int64, or with ``eviction=Scored()`` ``encoded_score``,
-        int64, which ascends with the score. A row-wise state of a table that is sharded
-        by column is the mean over its shards.
+        A ``pyarrow.Table`` of the rows in ascending order of their ids, the same on
+        every rank; for an eager module, the rows of the rank's own table. The columns
+        are ``id``, int64; ``weight``, a list of ``dim`` float32; the states of the
+        optimizer, such as ``exp_avg``, a list of ``dim`` float32 if they have a number
+        for each column, else float32; ``last_step``, int64, the step in which the row
+        was last looked up; and ``frequency``, int64, or with ``eviction=Scored()``
+        ``encoded_score``, int64, which ascends with the score. A row-wise state of a
+        table that is sharded by column is the mean over its shards.
 
     Raises:
         ImportError: pyarrow is missing.
@@ -85,7 +82,7 @@ def table_rows(model: nn.Module, name: str, *, ids: Tensor | None = None) -> pa.
     return _as_arrow(_joined(parts, table.dim), table)
 
 
-def insert_rows(model: nn.Module, name: str, rows: pa.Table) -> None:
+def insert_rows(model: nn.Module, name: str, rows: Any) -> None:
     """Writes rows of an Arrow table into a table: the inverse of :func:`table_rows`.
 
     Collective.
@@ -132,7 +129,7 @@ def insert_rows(model: nn.Module, name: str, rows: pa.Table) -> None:
 def _pyarrow() -> Any:
     """Imports pyarrow, which is optional."""
     try:
-        import pyarrow
+        import pyarrow  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
         raise ImportError(f"{error.name} is missing: {install('parquet')}") from error
     return pyarrow
@@ -175,7 +172,7 @@ def _joined(parts: Sequence[Part], dim: int) -> Part:
     return Part.joined(column_shards, range(dim))
 
 
-def _as_arrow(part: Part, table: ModelRows) -> pa.Table:
+def _as_arrow(part: Part, table: ModelRows) -> Any:
     """Returns whole rows as an Arrow table."""
     pyarrow = _pyarrow()
     columns = {"id": pyarrow.array(part.ids.numpy())}
@@ -234,7 +231,7 @@ def _check_columns(names: Sequence[str], others: Sequence[str], table: str) -> N
             )
 
 
-def _cast(rows: pa.Table, name: str, target: pa.DataType) -> pa.Array:
+def _cast(rows: Any, name: str, target: Any) -> Any:
     """Returns a column as one array of a data type.
 
     Raises ValueError if a value is missing, or does not fit the data type.
@@ -264,7 +261,7 @@ def _cast(rows: pa.Table, name: str, target: pa.DataType) -> pa.Array:
     return array
 
 
-def _numbers(rows: pa.Table, name: str, target: pa.DataType) -> Tensor:
+def _numbers(rows: Any, name: str, target: Any) -> Tensor:
     """Returns a column of numbers: (N,) of the data type."""
     pyarrow = _pyarrow()
     column_type = rows.column(name).type
@@ -277,7 +274,7 @@ def _numbers(rows: pa.Table, name: str, target: pa.DataType) -> Tensor:
     return torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
 
 
-def _lists(rows: pa.Table, name: str, dim: int) -> Tensor:
+def _lists(rows: Any, name: str, dim: int) -> Tensor:
     """Returns a column of lists of ``dim`` numbers: (N, dim) float32."""
     pyarrow = _pyarrow()
     array = _cast(rows, name, pyarrow.list_(pyarrow.float32(), dim))

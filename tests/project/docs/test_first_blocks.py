@@ -50,3 +50,27 @@ def test_the_planner_logs_each_line_once(tmp_path: Path) -> None:
     for table in ("t_user", "t_item"):
         of_table = [line for line in lines if f"RecStore table '{table}':" in line]
         assert len(of_table) == 1
+
+
+def guides() -> list[str]:
+    """The pages below the captions Start and Guides of docs/index.md."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    names: list[str] = []
+    for caption in ("Start", "Guides"):
+        tree = index.partition(f":caption: {caption}\n:hidden:\n")[2]
+        names += tree.partition("```")[0].split()
+    names.remove("your-model")  # a notebook
+    return names
+
+
+@pytest.mark.parametrize("name", guides())
+def test_a_guide_begins_with_a_block(name: str) -> None:
+    """After what the reader can do with the page, and before any table."""
+    page = ROOT / "docs" / f"{name}.md"
+    lines = page.read_text().splitlines()
+    first_block = blocks(page)[0].line
+    tables = [number for number, line in enumerate(lines, 1) if line.startswith("|")]
+    assert first_block <= 20
+    assert not tables or first_block < tables[0]
+    opening = " ".join(lines[2 : first_block - 1])
+    assert len(opening) > 40
