@@ -132,17 +132,24 @@ class DeviceRows:
             table.device_rows = self
             table.tier.settle = partial(self.settle, table)
 
+    def begin(self, batch: HostBatch) -> Tensor:
+        """Begins a training lookup, after which the rows of the batch stay in memory as
+        long as its context lives.
+
+        Returns the context for the lookup and for its update. The caller has the lock.
+        """
+        self._moves.check()
+        return self._lookups.begin(batch)
+
     def training_lookup(
-        self, batch: HostBatch, to: CopyTarget
-    ) -> tuple[Tensor, Tensor, DevicePass | None]:
+        self, context: Tensor, batch: HostBatch, to: CopyTarget
+    ) -> tuple[Tensor, DevicePass | None]:
         """Looks up a batch for training.
 
-        Returns the output on the device; the context for the update; and the pass, None
-        if the device had no room or no memory, so that the lookup was done on the host.
+        Returns the output on the device, and the pass, None if the device had no room
+        or no memory, so that the lookup was done on the host.
         """
         with self.lock:
-            self._moves.check()
-            context = self._lookups.begin(batch)
             self._moves.land()
             try:
                 with _memory_errors():
@@ -153,10 +160,10 @@ class DeviceRows:
                 result = None
             if result is not None:
                 self.passes += 1
-                return result[0], context, result[1]
+                return result
             staged = staging(self._lookups.output_shape(batch), to)
-            rows = self._read_on_host(context, batch, staged)
-            return up(rows, to, staged=staged), context, None
+            rows = self.lookup_on_host(context, batch, staged)
+            return up(rows, to, staged=staged), None
 
     def _lookup_on_device(
         self, context: Tensor, batch: HostBatch, to: CopyTarget
@@ -188,26 +195,19 @@ class DeviceRows:
             return self._passes.pool(on_device, shape, to.dtype)
 
     def lookup_on_host(
-        self, batch: HostBatch, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, context: Tensor, batch: HostBatch, out: Tensor | None = None
+    ) -> Tensor:
         """Looks up a batch for training, from the host's rows.
 
-        Returns the output on the host, which is ``out`` unless that is None, and the
-        context for an update on the host.
+        Returns the output on the host, which is ``out`` unless that is None.
         """
         with self.lock:
-            self._moves.check()
-            context = self._lookups.begin(batch)
-            return self._read_on_host(context, batch, out), context
-
-    def _read_on_host(
-        self, context: Tensor, batch: HostBatch, out: Tensor | None
-    ) -> Tensor:
-        self.settle_pass(context)
-        if out is None:
-            out = torch.empty(self._lookups.output_shape(batch), dtype=torch.float32)
-        ops.device_read_on_host(context, out)
-        return out
+            self.settle_pass(context)
+            if out is None:
+                shape = self._lookups.output_shape(batch)
+                out = torch.empty(shape, dtype=torch.float32)
+            ops.device_read_on_host(context, out)
+            return out
 
     def evaluation_lookup(self, batch: HostBatch, to: CopyTarget) -> Tensor | None:
         """Looks up a batch for evaluation. Rows on the device are read there, and no

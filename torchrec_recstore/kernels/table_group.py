@@ -181,24 +181,32 @@ class TableGroup(nn.Module):
     def lookup_on_device(
         self, batch: HostBatch, to: CopyTarget
     ) -> tuple[Tensor, Tensor, DevicePass | None]:
-        """Looks up a batch for training; see :meth:`DeviceRows.training_lookup`."""
+        """Looks up a batch for training.
+
+        Returns the output and the pass of :meth:`DeviceRows.training_lookup`, and
+        between them the context.
+        """
         assert self.device_rows is not None
-        with (
-            self.device_rows.lock,
-            self.resident(batch.ids, batch.offsets, batch.counts),
-        ):
-            return self.device_rows.training_lookup(batch, to)
+        with self.device_rows.lock:
+            context = self._begin(batch)
+            out, on_device = self.device_rows.training_lookup(context, batch, to)
+        return out, context, on_device
 
     def lookup_on_host(
         self, batch: HostBatch, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Looks up a batch for training; see :meth:`DeviceRows.lookup_on_host`."""
+        """Looks up a batch for training, like :meth:`training_lookup`, of a group with
+        rows on a device.
+        """
         assert self.device_rows is not None
-        with (
-            self.device_rows.lock,
-            self.resident(batch.ids, batch.offsets, batch.counts),
-        ):
-            return self.device_rows.lookup_on_host(batch, out)
+        with self.device_rows.lock:
+            context = self._begin(batch)
+            return self.device_rows.lookup_on_host(context, batch, out), context
+
+    def _begin(self, batch: HostBatch) -> Tensor:
+        assert self.device_rows is not None
+        with self.resident(batch.ids, batch.offsets, batch.counts):
+            return self.device_rows.begin(batch)
 
     def update_on_device(
         self,
