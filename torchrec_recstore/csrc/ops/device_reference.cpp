@@ -500,7 +500,7 @@ void device_update(Names layout_names, std::vector<int64_t> layout_values, Tenso
   const std::vector<TableNumbers> settings = numbers_of(number_names, numbers);
   const std::vector<TableIntegers> integer_settings = integers_of(integer_names, integers);
   const auto table_count = static_cast<int64_t>(settings.size());
-  for (const TableNumbers& of_table : settings) check_states(layout, of_table);
+  std::vector<bool> is_checked(settings.size(), false);  // tables of other layouts have other states
   if (integer_settings.size() != settings.size()) throw InvalidArgument("integers must have a row for each table");
   if (ids.has_value()) {
     ids = checked_ids(*ids);
@@ -536,6 +536,8 @@ void device_update(Names layout_names, std::vector<int64_t> layout_values, Tenso
     if (table < 0 || table >= table_count) throw InvalidArgument("tables must have numbers of tables");
     if (source < 0 || source + columns > grad.size(0)) throw InvalidArgument("sources must be elements of grad");
     const bool is_first = i == 0 || key != int32_data(keys)[begin + i - 1];
+    if (!is_checked[table]) check_states(layout, settings[table]);
+    is_checked[table] = true;
     if (is_first) {
       sorted.firsts.push_back(i);
       sorted.links[i] = 0;
