@@ -6,9 +6,10 @@ The tests of the programs are in test_device_rows.py.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,21 @@ from tests.device import streams
 from torchrec_recstore import LFU, LRU, Expiry, MinFrequency, SSDStore, TableOptions
 from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.kernels.device_copies import CopyTarget
-from torchrec_recstore.optim import SGD, Adam, Optimizer, RowWiseAdagrad
+from torchrec_recstore.optim import (
+    LAMB,
+    LARSSGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Optimizer,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RMSprop,
+    RowWiseAdagrad,
+)
 from torchrec_recstore.store import Table, TableStats
 
 Found = dict[str, Any]
@@ -53,7 +68,11 @@ class Program:
     nonfinite_every: int = 0
     """In which steps gradients are NaN or infinite; 0: in none."""
     fails: bool = False
-    """Whether a copy fails in each call of the group."""
+    """Whether copies fail: one of the first copies of each call."""
+    delays: bool = False
+    """Whether copies run at random moments, and not as late as possible."""
+    graph_every: int = 0
+    """In which steps the forward runs in a graph; 0: in none."""
     output: torch.dtype = torch.float32
     on_device: tuple[float, float] = (0.3, 0.99)
     """The least and the largest share of training lookups that are done on the device."""
@@ -73,10 +92,10 @@ class Batch:
 class Step:
     """A forward whose backward has not run."""
 
+    number: int
     out: Tensor
     grad: Tensor
     weights: Tensor | None
-    is_on_device: bool
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -96,8 +115,12 @@ class Run:
     )
     found: list[Any] = field(default_factory=list)
     pending: list[Step] = field(default_factory=list)
+    lost_calls: set[str] = field(default_factory=set)
+    """The calls that have raised an error after they had begun, because a copy failed. A
+    run on the CPU gets those of the device, and drops their results.
+    """
     failures: int = 0
-    lookups: int = 0
+    calls: int = 0
 
     def __post_init__(self) -> None:
         self.group = self._make_group()
@@ -147,14 +170,26 @@ class Run:
     def look_up(self, batch: Batch, *, train: bool) -> Tensor:
         """Looks up a batch in the group."""
         group = self.group
-        with self.failing():
-            if isinstance(group, SequenceGroup):
-                out = group.forward(batch.ids, batch.counts, train=train, to=self.to)
-            else:
-                out = group.forward(
-                    batch.ids, batch.offsets, batch.weights, train=train, to=self.to
-                )
+        if isinstance(group, SequenceGroup):
+            out = group.forward(batch.ids, batch.counts, train=train, to=self.to)
+        else:
+            out = group.forward(
+                batch.ids, batch.offsets, batch.weights, train=train, to=self.to
+            )
         return out.to(self.program.output)
+
+    def look_up_in_graph(self, batch: Batch) -> Tensor:
+        """Looks up a batch for training by the operator that a graph has for it."""
+        pools = self.program.pools
+        out: Tensor = torch.ops.recstore_ops.graph_lookup(
+            self.group._graph_handle,
+            self.group._anchor,
+            batch.ids,
+            batch.offsets if pools else None,
+            [] if pools else batch.counts,
+            batch.weights if pools else None,
+        )[0]
+        return out
 
     @property
     def passes(self) -> int:
@@ -162,19 +197,31 @@ class Run:
         on_device = self.group.device_rows
         return 0 if on_device is None else on_device.passes
 
-    @contextmanager
-    def failing(self, is_possible: bool = True) -> Iterator[None]:
-        """Lets a copy of the program's calls fail, another one in each call.
+    def call(self, name: str, function: Callable[[], Any]) -> Any:
+        """Calls a function, and lets one of its copies fail if the program says so.
 
-        The only copy of a backward on the host is that of the gradient, without which
-        nothing can be done.
+        A call that has raised MemoryError before anything has changed is repeated. If a
+        step has been counted already, or if it is a backward, it is lost.
         """
-        if not self.program.fails or not is_possible:
-            yield
-            return
-        with streams.failing(self.lookups % 19) as failure:
-            yield
-        self.failures += failure.has_happened
+        if name in self.lost_calls:
+            if not name.startswith("backward"):
+                function()
+            return None
+        if not self.program.fails or self.to is None:
+            return function()
+        self.calls += 1
+        steps = [table.steps for table in self.group.tables]
+        try:
+            with streams.failing(self.calls % 5) as failure:
+                return function()
+        except MemoryError:
+            is_same_step = steps == [table.steps for table in self.group.tables]
+            if is_same_step and not name.startswith("backward"):
+                return function()
+            self.lost_calls.add(name)
+            return None
+        finally:
+            self.failures += failure.has_happened
 
     def train(self) -> Found:
         """Runs the program, and returns everything that can be seen of it.
@@ -182,24 +229,30 @@ class Run:
         Up to two forwards are pending.
         """
         for step in range(self.program.steps):
-            batch = self.batch()
-            self.lookups += 1
-            before = self.passes
-            out = self.look_up(batch, train=True)
-            self.found.append(bits(out))
-            grad = self.gradient(out, step)
-            is_on_device = self.passes > before
-            self.pending.append(Step(out, grad, batch.weights, is_on_device))
+            self.forward(step)
             if step % 5 != 1:
                 self.run_backwards()
             self.use_tables(step)
-        if self.group.device_rows is not None:
+        if self.to is not None:
             least, most = self.program.on_device
             share = self.passes / self.program.steps
             assert least <= share <= most, share
-            assert not self.program.fails or self.failures > self.program.steps / 10
+            assert not self.program.fails or self.failures > self.program.steps / 4
         rows = [part(table) for table in self.group.tables]
         return {"found": self.found, "rows": rows}
+
+    def forward(self, step: int) -> None:
+        """Runs a forward, whose backward is pending then."""
+        every = self.program.graph_every
+        batch = self.batch()
+        look_up: Callable[[Batch], Tensor] = partial(self.look_up, train=True)
+        if every and step % every == 0:
+            look_up = self.look_up_in_graph
+        out = self.call(f"forward {step}", partial(look_up, batch))
+        if out is None:
+            return
+        self.found.append(bits(out))
+        self.pending.append(Step(step, out, self.gradient(out, step), batch.weights))
 
     def gradient(self, out: Tensor, step: int) -> Tensor:
         """Returns the gradient of an output."""
@@ -211,12 +264,13 @@ class Run:
 
     def run_backwards(self) -> None:
         """Runs the backwards that are pending, in a random order."""
-        order = torch.randperm(len(self.pending), generator=self.random)
+        random = torch.Generator().manual_seed(len(self.found))
+        order = torch.randperm(len(self.pending), generator=random)
         for place in order.tolist():
             step = self.pending[place]
+            backward = partial(torch.autograd.backward, step.out, step.grad)
             try:
-                with self.failing(step.is_on_device):
-                    torch.autograd.backward(step.out, step.grad)
+                self.call(f"backward {step.number}", backward)
             except ValueError as error:
                 self.found.append(str(error))
             if step.weights is not None and step.weights.grad is not None:
@@ -228,25 +282,26 @@ class Run:
         ids = torch.randint(0, IDS, (4,), generator=self.random)
         table = self.group.tables[step % len(DIMS)]
         dim = DIMS[step % len(DIMS)]
+        rows = torch.randn(4, dim, generator=self.random)
         if step % 7 == 2:
-            table.insert(ids, torch.randn(4, dim, generator=self.random))
+            self.call("insert", lambda: table.insert(ids, rows))
         if step % 7 == 3:
-            self.found.append(bits(table.lookup(ids)))
+            self.found.append(bits(self.call("lookup", lambda: table.lookup(ids))))
         if step % 7 == 4:
-            self.found.append(table.remove(ids))
+            self.found.append(self.call("remove", lambda: table.remove(ids)))
         if step % 7 == 5:
-            table.update(ids, torch.randn(4, dim, generator=self.random))
+            self.call("update", lambda: table.update(ids, rows))
         if step % 7 == 6 or self.program.evaluates:
             self.evaluate()
         if step % 11 == 3:
-            self.found.append(part(table))
+            self.found.append(self.call("part", lambda: part(table)))
 
     def evaluate(self) -> None:
         """Looks up a batch for evaluation."""
         batch = self.batch()
         differentiates = batch.weights is not None and batch.weights.requires_grad
         with nullcontext() if differentiates else torch.no_grad():
-            out = self.look_up(batch, train=False)
+            out = self.call("evaluation", lambda: self.look_up(batch, train=False))
         self.found.append(bits(out))
         if differentiates:
             assert batch.weights is not None
@@ -280,6 +335,7 @@ def as_on_cpu(stats: TableStats) -> TableStats:
 
 
 LIMITS = TableOptions(max_rows=70, eviction=LRU(), expiry=Expiry(steps=20))
+SEED = 54
 ALL = (1.0, 1.0)
 NONE = (0.0, 0.0)
 RAISES = TableOptions(nonfinite="raise")
@@ -288,7 +344,30 @@ COLD = TableOptions(
     max_rows=50, cold_store=SSDStore("made later"), expiry=Expiry(steps=20)
 )
 READS_INITIAL = TableOptions(missing="init", max_rows=50, cold_store=COLD.cold_store)
+THOUSAND = Program(
+    options=[
+        replace(COLD, admission=MinFrequency(2)),
+        TableOptions(
+            max_rows=60,
+            eviction=LFU(half_life_steps=50),
+            expiry=Expiry(steps=30),
+            admission=MinFrequency(2),
+        ),
+        replace(LIMITS, nonfinite="skip"),
+    ],
+    optimizers=[Adam(lr=0.01), RowWiseAdagrad(lr=0.1)],
+    weights="trained",
+    nonfinite_every=50,
+    steps=1000,
+    graph_every=40,
+    fails=True,
+    delays=True,
+    on_device=(0.1, 0.9),
+)
+"""Everything together."""
 PROGRAMS: dict[str, Program] = {
+    "a thousand steps": THOUSAND,
+    "a thousand steps of sequences": replace(THOUSAND, pools=False, weights="none"),
     "unlimited": Program(),
     "bounded": Program(options=[LIMITS], optimizers=[Adam(lr=0.1)], pooling="mean"),
     "weighted": Program(
@@ -296,15 +375,22 @@ PROGRAMS: dict[str, Program] = {
         optimizers=[SGD(lr=0.1, momentum=0.9)],
         weights="constant",
     ),
-    "a copy of each call fails": Program(
-        options=[LIMITS], slots=MANY_SLOTS, fails=True, on_device=(0.1, 0.9)
+    "failing copies": Program(options=[LIMITS], fails=True, on_device=(0.1, 0.9)),
+    "at random moments": Program(options=[LIMITS], delays=True, weights="trained"),
+    "sequences at random moments": Program(options=[LIMITS], delays=True, pools=False),
+    "in a graph": Program(
+        options=[LIMITS],
+        weights="trained",
+        graph_every=3,
+        slots=MANY_SLOTS,
+        on_device=(0.5, 0.7),
     ),
+    "sequences in a graph": Program(pools=False, graph_every=3),
     "accumulated": Program(accumulation_steps=3, on_device=NONE),
     "sequences": Program(pools=False, optimizers=[Adam(lr=0.1)]),
-    "sequences, a copy of each call fails": Program(
+    "sequences, failing copies": Program(
         options=[LIMITS],
         pools=False,
-        slots=MANY_SLOTS,
         fails=True,
         on_device=(0.1, 0.9),
     ),
@@ -341,6 +427,12 @@ PROGRAMS: dict[str, Program] = {
         options=[SKIPS, RAISES, TableOptions()], pools=False, nonfinite_every=2
     ),
     "cold": Program(options=[COLD, TableOptions(), READS_INITIAL], evaluates=True),
+    "cold, failing copies": Program(
+        options=[COLD, TableOptions(), READS_INITIAL],
+        fails=True,
+        delays=True,
+        on_device=(0.1, 0.9),
+    ),
     "cold sequences": Program(
         options=[COLD, TableOptions(), READS_INITIAL], evaluates=True, pools=False
     ),
@@ -354,11 +446,40 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def scenario(program: Program) -> Callable[[torch.device], Found]:
-    """Returns a program as a function of the device."""
-    return lambda device: Run(program, device).train()
+OPTIMIZERS: list[Optimizer] = [
+    SGD(lr=0.1),
+    SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
+    Adagrad(lr=0.1, max_gradient_norm=0.5),
+    RowWiseAdagrad(lr=0.1, max_norm=0.7, weight_decay=0.01),
+    Adam(lr=0.1, max_gradient=0.4),
+    AdamW(lr=0.1, weight_decay=0.1),
+    PartialRowWiseAdam(lr=0.1),
+    LAMB(lr=0.1),
+    PartialRowWiseLAMB(lr=0.1),
+    LARSSGD(lr=0.1),
+    RMSprop(lr=0.1),
+    Adadelta(lr=0.1),
+    Ftrl(lr=0.1),
+]
+for number in range(0, len(OPTIMIZERS), 2):
+    pair = OPTIMIZERS[number : number + 2]
+    PROGRAMS[" and ".join(type(optimizer).__name__ for optimizer in pair)] = Program(
+        options=[LIMITS],
+        optimizers=pair,
+        dtypes=[torch.float32, torch.bfloat16, torch.float16],
+        stochastic=number % 4 == 0,
+        pools=number % 6 != 0,
+        slots=MANY_SLOTS,
+        steps=20,
+        on_device=ALL,
+    )
 
 
-SCENARIOS: dict[str, Callable[[torch.device], Found]] = {
-    name: scenario(program) for name, program in PROGRAMS.items()
-}
+def run(program: Program, device: torch.device) -> tuple[Found, Found]:
+    """Returns the results of a program on the CPU and on the device."""
+    random_moments = streams.delays(SEED) if program.delays else nullcontext()
+    on_device = Run(program, device)
+    with random_moments:
+        result = on_device.train()
+    on_cpu = Run(program, torch.device("cpu"), lost_calls=on_device.lost_calls)
+    return on_cpu.train(), result

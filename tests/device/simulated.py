@@ -126,6 +126,11 @@ def register() -> torch.device:
         # torch's autograd of this view makes a plain tensor of it. No program here
         # differentiates it.
         aten.impl("view.dtype", _view_as_dtype, "AutogradPrivateUse1")
+        # An operator of Python, such as those of graphs, runs below autograd, where the
+        # views of torch are plain tensors too.
+        aten.impl(
+            "view.dtype", _view_below_autograd, "ADInplaceOrView", with_keyset=True
+        )
         device_copies.streams_by_type[NAME] = streams.DeviceStreams
         device_interface.kernels_by_type[NAME] = SimulatedKernels
     return torch.device(NAME, 0)
@@ -391,6 +396,16 @@ def _as_strided(
 
 def _view_as_dtype(tensor: DeviceTensor, dtype: torch.dtype) -> torch.Tensor:
     return _output(tensor.values_on_device.view(dtype), tensor)
+
+
+def _view_below_autograd(
+    keys: torch._C.DispatchKeySet, tensor: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    if isinstance(tensor, DeviceTensor):
+        return _view_as_dtype(tensor, dtype)
+    below = keys & torch._C._after_ADInplaceOrView_keyset
+    view: torch.Tensor = torch.ops.aten.view.dtype.redispatch(below, tensor, dtype)
+    return view
 
 
 def _empty(

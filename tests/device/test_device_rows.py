@@ -27,27 +27,53 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(path: str) -> None:
-    """Runs the scenarios on the CPU and on the device, and saves what they have found."""
+FAST = [
+    "bounded",
+    "weighted",
+    "failing copies",
+    "sequences",
+    "evaluation",
+    "admission",
+    "nonfinite",
+    "cold, failing copies",
+    "in a graph",
+    "accumulated",
+    "sequences at random moments",
+    "SGD and SGD",
+]
+"""The programs that run in ``make test``."""
+SLOW = [name for name in device_rows.PROGRAMS if name not in FAST]
+
+
+def run(names: list[str], path: str) -> None:
+    """Runs programs on the CPU and on the device, and saves what they have found."""
     device = simulated.register()
     found = {}
-    for name, scenario in device_rows.SCENARIOS.items():
-        found[name] = (scenario(torch.device("cpu")), scenario(device))
+    for name in names:
+        found[name] = device_rows.run(device_rows.PROGRAMS[name], device)
     torch.save(found, path)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    path = tmp_path_factory.mktemp("device_rows") / "found"
-    run_in_process(run, str(path))
+def run_in_process(program: Callable[..., None], *arguments: Any) -> None:
+    process = mp.get_context("spawn").Process(target=program, args=arguments)
+    process.start()
+    process.join(1200)
+    assert process.exitcode == 0
+
+
+def found_by(names: list[str], path: Path) -> dict[str, tuple[Any, Any]]:
+    run_in_process(run, names, str(path))
     return load(path)
 
 
-def run_in_process(program: Callable[..., None], *arguments: str) -> None:
-    process = mp.get_context("spawn").Process(target=program, args=arguments)
-    process.start()
-    process.join(280)
-    assert process.exitcode == 0
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    return found_by(FAST, tmp_path_factory.mktemp("device_rows") / "fast")
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    return found_by(SLOW, tmp_path_factory.mktemp("device_rows") / "slow")
 
 
 def load(path: Path) -> dict[str, tuple[Any, Any]]:
@@ -116,7 +142,14 @@ def count_rows() -> None:
     assert counts() == (1, 1, 3, 3)
 
 
-@pytest.mark.parametrize("name", device_rows.SCENARIOS)
-def test_equal(name: str, found: dict[str, tuple[Any, Any]]) -> None:
-    on_cpu, on_device = found[name]
+@pytest.mark.parametrize("name", FAST)
+def test_equal(name: str, fast: dict[str, tuple[Any, Any]]) -> None:
+    on_cpu, on_device = fast[name]
+    assert test_device.same(on_cpu, on_device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_equal_in_more_programs(name: str, slow: dict[str, tuple[Any, Any]]) -> None:
+    on_cpu, on_device = slow[name]
     assert test_device.same(on_cpu, on_device)
