@@ -380,6 +380,62 @@ void test_moves() {
   }
 }
 
+// Ids that admission refuses read as initial rows from the staging, and so do all rows without a device slot in an
+// evaluation lookup. Rows on the device that are as new as the host's are read there.
+void test_staged_rows() {
+  SerialExecutor serial;
+  TableConfig config;
+  config.column_end = kColumns;
+  config.init = {InitKind::kUniform, -1.0, 1.0};
+  config.bounds.min_frequency = 2;
+  config.bounds.counter_bytes = 1 << 12;
+  const auto table = std::make_shared<Table>(config);
+  table->make_device_slots(4);
+  const std::vector<std::shared_ptr<Table>> tables{table};
+  const auto group = std::make_shared<const Group>(tables, std::vector<Routing>(1), std::vector<int64_t>{0}, false);
+  const std::vector<int64_t> first{1, 2}, second{7, 1, 8, 7, 2};
+  begun(group, {first.data(), 2, nullptr, nullptr, 2}, nullptr, serial).reset();
+  const Batch batch{second.data(), 5, nullptr, nullptr, 5};
+  const auto pass = begun(group, batch, nullptr, serial);
+  std::vector<int32_t> numbers(5);
+  std::vector<int64_t> staged{3};
+  CHECK(pass->plan_on_device({10}, {0}, staged, numbers.data()));
+  pass->commit_plan();
+  CHECK(numbers == (std::vector<int32_t>{-5, 10, -6, -5, 11}));
+  CHECK(pass->refused_ids() == (std::vector<std::vector<int64_t>>{{7, 8}}));
+  CHECK(staged[0] == 5);
+
+  const int64_t stride = ArenaLayout::of(config).stride();
+  std::vector<float> rows(static_cast<size_t>(2 * stride)), initial(kColumns);
+  const std::vector<int64_t> no_slots{kNoSlot, kNoSlot};
+  const SharedTable shared(table);
+  stage_rows(*shared, no_slots.data(), second.data(), 2, true, {}, rows.data());
+  table->initializer().fill(7, initial.data());
+  CHECK(std::equal(initial.begin(), initial.end(), rows.begin()));
+  stage_rows(*shared, no_slots.data(), second.data(), 2, false, {}, rows.data());
+  CHECK(rows == std::vector<float>(rows.size(), 0.0f));
+
+  // Id 1 has changed on the host, so that its device slot is stale. Id 9 has no row.
+  const std::vector<int64_t> read{9, 1, 2, 1};
+  const Slot slot = table->index().find(1);
+  table->device()->wrote(slot);
+  StagedRows of_read(0);
+  numbers.resize(4);
+  find_on_device(*shared, read.data(), 4, 10, false, of_read, numbers.data(), serial);
+  CHECK(numbers == (std::vector<int32_t>{-1, -2, 11, -2}));
+  CHECK(of_read.ids() == (std::vector<int64_t>{1}) && of_read.slots() == (std::vector<int64_t>{slot}));
+  StagedRows with_missing(0);
+  find_on_device(*shared, read.data(), 4, 10, true, with_missing, numbers.data(), serial);
+  CHECK(numbers == (std::vector<int32_t>{-2, -3, 11, -3}));
+  const int64_t elsewhere_id = 9;
+  const std::vector<float> elsewhere(kColumns, 4.0f);
+  const auto* elsewhere_row = reinterpret_cast<const char*>(elsewhere.data());
+  stage_rows(*shared, with_missing.slots().data(), with_missing.ids().data(), 2, false,
+             {&elsewhere_id, 1, elsewhere_row, kColumns * 4}, rows.data());
+  CHECK(std::equal(elsewhere.begin(), elsewhere.end(), rows.begin()));
+  CHECK(std::equal(rows.begin() + stride, rows.begin() + stride + kColumns, table->rows().row(slot)));
+}
+
 void test_refusals() {
   SerialExecutor serial;
   const auto table = make_table(false);
@@ -413,6 +469,7 @@ int main() {
   test_random_calls(serial);
   test_random_calls(threads);
   test_moves();
+  test_staged_rows();
   test_refusals();
   return 0;
 }
