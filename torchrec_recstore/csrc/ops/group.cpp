@@ -172,8 +172,8 @@ std::tuple<std::vector<GroupRows>, int64_t> divided(const std::vector<int64_t>& 
   return {std::move(parts), floats};
 }
 
-// Looks up the rows of all parts, and writes them to out. Returns the contexts (groups,), which are empty without
-// train.
+// Looks up the rows of all parts, and writes them to out, unless it is null. Returns the contexts (groups,), which are
+// empty without train.
 Tensor rows_of_parts(const std::vector<GroupRows>& parts, const Tensor& ids, float* out, bool train) {
   std::vector<std::shared_ptr<Pass>> made;
   std::vector<Pass::Start> starts;
@@ -185,7 +185,7 @@ Tensor rows_of_parts(const std::vector<GroupRows>& parts, const Tensor& ids, flo
       made.push_back(std::make_shared<Pass>(group, batch, inputs, executor()));
       starts.push_back({made.back().get(), out});
     }
-    out += batch.bags * group->columns();
+    if (out != nullptr) out += batch.bags * group->columns();
   }
   if (!train) {
     read_each(parts, outs);
@@ -234,17 +234,7 @@ Tensor rows_begin(int64_t group_handle, Tensor ids) {
 // lookup/device_pass.h.
 Tensor rows_begin_each(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts) {
   ids = checked_ids(ids);
-  const auto parts = std::get<0>(divided(group_handles, ids, counts));
-  std::vector<std::shared_ptr<Pass>> made;
-  std::vector<Pass::Start> starts;
-  for (const auto& [group, batch] : parts) {
-    const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});
-    made.push_back(std::make_shared<Pass>(group, batch, inputs, executor()));
-    starts.push_back({made.back().get(), nullptr});
-  }
-  Tensor context = context_of(std::move(made));
-  Pass::begin(starts, executor());
-  return context;
+  return rows_of_parts(std::get<0>(divided(group_handles, ids, counts)), ids, nullptr, true);
 }
 
 // Returns the parts of a call for several groups of one feature. ids: the ids of each group, which this function makes
