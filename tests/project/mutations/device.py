@@ -7,8 +7,17 @@ from .mutation import Mutation
 _SLOTS = "torchrec_recstore/csrc/rows/device_slots.cpp"
 
 
+_PASS = "torchrec_recstore/csrc/lookup/device_pass.cpp"
+_TABLE = "torchrec_recstore/csrc/rows/table.cpp"
+_PROGRAMS = "tests/device/test_device_rows.py::test_equal"
+
+
 def _of_slots(line: str, mutant: str, breaks: str) -> Mutation:
     return Mutation(_SLOTS, line, mutant, ["test_device_slots"], breaks)
+
+
+def _of_pass(line: str, mutant: str, breaks: str) -> Mutation:
+    return Mutation(_PASS, line, mutant, ["test_device_pass"], breaks)
 
 
 DEVICE = [
@@ -75,5 +84,77 @@ DEVICE = [
         " State::kStale;",
         ";",
         "A row that was not copied again counts as copied.",
+    ),
+    _of_pass(
+        "const bool is_read_there = on_device != DeviceSlots::kNone &&"
+        " device.is_readable(on_device);",
+        "const bool is_read_there = on_device != DeviceSlots::kNone;",
+        "An evaluation reads rows on the device that are older than the host's.",
+    ),
+    _of_pass(
+        "stages_missing = stages_missing || table.config().missing_reads_init;",
+        "stages_missing = false;",
+        "An id without a row is not read from the cold store on a device.",
+    ),
+    _of_pass(
+        "staged = std::move(staged_now);",
+        ";",
+        "Rows of two tables that admission refuses are read from one another.",
+    ),
+    _of_pass(
+        "} else if (initial || table.config().missing_reads_init) {",
+        "} else if (table.config().missing_reads_init) {",
+        "An id that admission refuses reads as zeros on a device.",
+    ),
+    _of_pass(
+        "table.device()->changed_on_device(on_device_[t], [&](Slot slot) {"
+        " table.before_change(slot); });",
+        "table.device()->changed_on_device(on_device_[t], [&](Slot) {});",
+        "A save has rows that the device has changed after it began.",
+    ),
+    _of_pass(
+        "for (const auto& table : group_->tables) settle(*table, executor);",
+        ";",
+        "An update on the device is no step of its rows.",
+    ),
+    _of_pass(
+        "const auto of_table = ranges(static_cast<int64_t>(planned));",
+        "const auto of_table = ranges(0);",
+        "A plan has the rows of the first table alone.",
+    ),
+    Mutation(
+        _TABLE,
+        "if (device_ != nullptr) device_->moved(move.from, move.to);",
+        ";",
+        ["test_device_pass"],
+        "A compaction moves a row, and its device slot does not follow.",
+    ),
+    Mutation(
+        _TABLE,
+        "if (table->device_ != nullptr) table->device_->clear();",
+        ";",
+        ["test_device_pass"],
+        "Device slots keep the rows of a table that has exchanged its rows.",
+    ),
+    Mutation(
+        "torchrec_recstore/store/cold_tier.py",
+        "self.settle(ids)",
+        "pass",
+        [_PROGRAMS],
+        "A row leaves to a cold store without what the device has changed.",
+    ),
+    Mutation(
+        "torchrec_recstore/kernels/device_rows.py",
+        "self._skipped_before = skipped",
+        "pass",
+        [_PROGRAMS],
+        "Rows that an update has skipped are counted once more by each question.",
+    ),
+    Mutation(
+        "torchrec_recstore/kernels/device_passes.py",
+        "begin = len(batch.slots) - sum(batch.packed.positions)",
+        "begin = 0",
+        [_PROGRAMS],
+        "An update begins with positions that have no device slot.",
     ),
 ]
