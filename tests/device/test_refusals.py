@@ -27,6 +27,8 @@ from torchrec_recstore import (
     RecStorePlanner,
     RecStoreSharder,
     TableOptions,
+    read_info,
+    save_checkpoint,
     table_stats,
 )
 from torchrec_recstore.optim import SGD, Adam, Ftrl, Optimizer, RowOptimizer
@@ -121,6 +123,8 @@ def run(path: str) -> None:
             stats = table_stats(together)
             outcomes.append((list(map(host, seen)), dict(stats)))
         found[name] = outcomes
+    save_checkpoint(model(device), f"{path}-saved")
+    found["saved"] = read_info(f"{path}-saved").tables["t_user"].options
     torch.save(found, path)
 
 
@@ -156,3 +160,7 @@ def test_tables_with_and_without_rows_there(name: str, found: dict[str, Any]) ->
     for table, has_rows in zip(("t_user", "t_item"), TOGETHER[name][2], strict=True):
         assert bool(stats[table].device_arrivals) is has_rows
         assert as_on_cpu(stats[table]) == as_on_cpu(cpu_stats[table])
+
+
+def test_a_checkpoint_does_not_say_where_rows_were(found: dict[str, Any]) -> None:
+    assert found["saved"].device_rows is None

@@ -12,7 +12,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import CacheParams, ParameterSharding, ShardingPlan
 
-from torchrec_recstore.optim import SGD, Adam, Optimizer
+from torchrec_recstore.optim import SGD, Adam, Ftrl, Optimizer
 from torchrec_recstore.options import Servers, TableOptions
 from torchrec_recstore.planner import (
     RecStoreConstraints,
@@ -20,6 +20,7 @@ from torchrec_recstore.planner import (
     RecStorePlanner,
     TableStatistics,
 )
+from torchrec_recstore.planner.device_choice import chosen_device_rows
 from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreSharder
 from torchrec_recstore.sharders.plan_entries import with_options
 
@@ -170,3 +171,62 @@ def test_rows_that_do_not_fit_on_the_device_are_an_error() -> None:
     planner = RecStorePlanner(topology=topology, constraints={"t": constraint})
     with pytest.raises(PlannerError, match=r"memory of cuda \(HBM\)"):
         planner.plan(collection(), [RecStoreSharder()])
+
+
+HOT = TableStatistics(rows=5000, hot_share=0.8)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "statistics", "more", "expected"),
+    [
+        (RecStoreConstraints(), HOT, {}, 500),
+        (RecStoreConstraints(), HOT, {"device": "cpu"}, None),
+        (RecStoreConstraints(), HOT, {"device": "mtia"}, None),
+        (RecStoreConstraints(), TableStatistics(rows=5000), {}, None),
+        (RecStoreConstraints(), TableStatistics(rows=5000, hot_share=0.4), {}, None),
+        (RecStoreConstraints(options=TableOptions(device_rows=0)), HOT, {}, 0),
+        (RecStoreConstraints(options=TableOptions(frozen=True)), HOT, {}, None),
+        (RecStoreConstraints(options=TableOptions(max_rows=50)), HOT, {}, 5),
+        (RecStoreConstraints(), HOT, {"optimizer": Ftrl(lr=1.0, lr_power=-0.4)}, None),
+    ],
+)
+def test_the_planner_chooses_a_tenth_of_hot_rows(
+    constraint: RecStoreConstraints,
+    statistics: TableStatistics,
+    more: dict[str, Any],
+    expected: int | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        planned = plan(constraint, statistics={"t": statistics}, **more)
+    assert device_rows(planned) == expected
+    said = "chosen to be on cuda, where 80% of the distinct ids of a batch were" in (
+        caplog.text
+    )
+    assert said is bool(expected)
+
+
+@pytest.mark.parametrize(("free_rows", "expected"), [(1001, 500), (990, None)])
+def test_the_choice_leaves_half_of_the_free_memory(
+    free_rows: int, expected: int | None
+) -> None:
+    hbm = 4 * DIM * free_rows
+    topology = Topology(
+        world_size=1, local_world_size=1, compute_device="cuda", hbm_cap=2**30
+    )
+    constraints = {"t": RecStoreConstraints()}
+    enumerator = RecStoreEnumerator(
+        topology, constraints=constraints, statistics={"t": HOT}
+    )
+    (option, *_) = enumerator.enumerate(
+        collection(), [RecStoreSharder(optimizer=SGD(lr=0.1))]
+    )
+    (shard,) = option.shards
+    shard.rank = 0
+    before = shard.storage.hbm
+    topology.devices[0].storage.hbm = before + hbm
+    chosen = chosen_device_rows(
+        [option], topology, constraints, enumerator.statistics, enumerator.sharder_map
+    )
+    assert chosen.get((option.path, "t")) == expected
+    assert shard.storage.hbm - before == 4 * DIM * (expected or 0)

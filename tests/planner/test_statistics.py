@@ -110,6 +110,8 @@ def test_batches_tell_ids_and_shares(kind: Any) -> None:
     assert found.ids_per_sample == (1.0, 4 / 6)
     assert found.unique_share == (5 + 2) / 10
     assert found.hottest_share == 5 / 10
+    # 1 is the tenth of the ids of the first batch, and one of two of the second one
+    assert found.hot_share == 1 / 2
     assert (found.rows, found.rows_per_step, found.ns_per_id) == (None, None, None)
     (timed,) = measure_statistics([table], batches, SGD(lr=0.1)).values()  # type: ignore[list-item]
     assert 10 < (timed.ns_per_id or 0) < 1e12

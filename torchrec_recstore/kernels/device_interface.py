@@ -115,7 +115,7 @@ class ArenaLayout:
             ValueError: Kernels cannot update rows of this kind. The message names the
                 table and the option.
         """
-        reason = _unsupported(table)
+        reason = unsupported(table.dtype, table.state_dtype, table.optimizer)
         if reason is not None:
             raise ValueError(
                 f"table {table.name!r}: rows cannot be in the memory of a device:"
@@ -155,16 +155,20 @@ class ArenaLayout:
         return -(-floats // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
-def _unsupported(table: Table) -> str | None:
-    """Returns the option of a table for which there is no kernel."""
-    if table.dtype is torch.int8:
+def unsupported(
+    dtype: torch.dtype, state_dtype: torch.dtype, optimizer: Optimizer
+) -> str | None:
+    """Returns the option of a table for which there is no kernel, None if there are
+    kernels for all.
+    """
+    if dtype is torch.int8:
         return "dtype=torch.int8"
-    if table.state_dtype is not torch.float32:
-        return f"state_dtype={table.state_dtype}"
-    if isinstance(table.optimizer, RowOptimizer):
-        return f"the optimizer {table.optimizer.name!r} is a RowOptimizer"
-    if isinstance(table.optimizer, Ftrl) and table.optimizer.lr_power != -0.5:
-        return f"Ftrl.lr_power={table.optimizer.lr_power}, and not -0.5"
+    if state_dtype is not torch.float32:
+        return f"state_dtype={state_dtype}"
+    if isinstance(optimizer, RowOptimizer):
+        return f"the optimizer {optimizer.name!r} is a RowOptimizer"
+    if isinstance(optimizer, Ftrl) and optimizer.lr_power != -0.5:
+        return f"Ftrl.lr_power={optimizer.lr_power}, and not -0.5"
     return None
 
 

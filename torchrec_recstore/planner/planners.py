@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,7 @@ from torchrec_recstore.planner.constraints import (
     planned_rows,
     with_statistics,
 )
+from torchrec_recstore.planner.device_choice import chosen_device_rows
 from torchrec_recstore.planner.left_out import (
     check_sharders,
     rank_bytes,
@@ -135,6 +137,10 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         self._offers: dict[int, _Sharder] = {}
         self.found: list[ShardingOption] = []
         """The options that the last call of :meth:`enumerate` has returned."""
+        self.device_rows: dict[tuple[str, str], int] = {}
+        """The ``device_rows`` that a planner has chosen, by the path of the collection
+        and the name of the table.
+        """
 
     def _measured_estimators(
         self,
@@ -176,6 +182,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         """
         constraints: Mapping[str, ParameterConstraints] = constraints_of(self)
         self.found = []
+        self.device_rows = {}
         check_sharders(module, sharders, constraints)
         if any(isinstance(sharder, _Sharder) for sharder in sharders):
             described = {*constraints, *self.statistics}
@@ -437,8 +444,23 @@ class RecStorePlanner(PlannerSeams):
     def refine(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         """Returns the plan with measured tables moved while a step becomes shorter.
 
-        The step is that of the slowest rank.
+        The step is that of the slowest rank. For GPUs, the rows that are there are
+        chosen then.
         """
+        plan = self._refined(plan)
+        enumerator, topology = self.searched
+        is_for_gpus = topology.compute_device == "cuda"
+        if isinstance(enumerator, RecStoreEnumerator) and is_for_gpus:
+            enumerator.device_rows = chosen_device_rows(
+                plan,
+                topology,
+                constraints_of(self),
+                enumerator.statistics,
+                enumerator.sharder_map,
+            )
+        return plan
+
+    def _refined(self, plan: list[ShardingOption]) -> list[ShardingOption]:
         enumerator, topology = self.searched
         if not isinstance(enumerator, RecStoreEnumerator) or topology.world_size == 1:
             return plan
@@ -529,12 +551,16 @@ class RecStorePlanner(PlannerSeams):
         if isinstance(enumerator, RecStoreEnumerator):
             for option in enumerator.found:
                 if option.name == name and option.path == path:
-                    return planned_options(
+                    options = planned_options(
                         constraints_of(self),
                         name,
                         option.tensor.shape[0],
                         enumerator.statistics.get(name),
                     )
+                    chosen = enumerator.device_rows.get((path, name))
+                    if chosen is None:
+                        return options
+                    return replace(options, device_rows=chosen)
         return options_of(constraints_of(self), name)
 
 
@@ -568,10 +594,12 @@ class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
             **kwargs,
         )
         statistics = {}
+        chosen = {}
         if isinstance(enumerator, RecStoreEnumerator):
             statistics = enumerator.statistics
+            chosen = enumerator.device_rows
         device = topology.compute_device
-        lines = assumed(best_plan, constraints, statistics, device)
+        lines = assumed(best_plan, constraints, statistics, device, chosen)
         has_bus = topology.compute_device != "cpu"
         if has_bus and isinstance(enumerator, EmbeddingEnumerator):
             lines += _copied(best_plan, topology, constraints, enumerator.sharder_map)
@@ -584,11 +612,12 @@ def assumed(
     constraints: dict[str, ParameterConstraints] | None,
     statistics: Mapping[str, TableStatistics] = MappingProxyType({}),
     device: str = "cpu",
+    chosen: Mapping[tuple[str, str], int] = MappingProxyType({}),
 ) -> list[str]:
     """Returns a line for each RecStore table with its rows and its GiB on each rank.
 
     The rows are the resident ones, over all ranks, and, of them, the ``device_rows`` if
-    ``device`` is an accelerator.
+    ``device`` is an accelerator. ``chosen`` are those of the planner's choice.
 
     The bytes include the rows with their optimizer state, index and bookkeeping, the
     counter of sightings, and the table's inputs and outputs.
@@ -616,7 +645,14 @@ def assumed(
         source = _source(table_options, rows, measured)
         planned = planned_options(constraints, option.name, num_embeddings, measured)
         device_rows = ""
-        if on_device and planned.device_rows:
+        chosen_rows = chosen.get((option.path, option.name))
+        if chosen_rows is not None:
+            assert measured is not None
+            device_rows = (
+                f", {chosen_rows:,} of them chosen to be{on_device}, where"
+                f" {measured.hot_share:.0%} of the distinct ids of a batch were measured"
+            )
+        elif on_device and planned.device_rows:
             device_rows = f", {planned.device_rows:,} of them{on_device}"
         ranks = []
         for shard in option.shards:

@@ -164,7 +164,7 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
         super().estimate([without_rows], sharder_data_map)
         for shard, io_shard in zip(option.shards, without_rows.shards, strict=True):
             columns = shard.size[1]
-            weight_bytes = row_bytes(_dtype(option), columns)
+            weight_bytes = row_bytes(dtype_of(option), columns)
             states_bytes = state_bytes(optimizer, columns, itemsize)
             bytes_per_row = OVERHEAD_BYTES_PER_ROW + weight_bytes + states_bytes
             # The part of the rows that belongs to the shard, rounded up.
@@ -203,7 +203,9 @@ def device_row_bytes(option: ShardingOption, columns: int, optimizer: Optimizer)
 
     Each row has the weights and the states of the optimizer, padded to 16 bytes.
     """
-    bytes_of_row = row_bytes(_dtype(option), columns) + state_bytes(optimizer, columns)
+    bytes_of_row = row_bytes(dtype_of(option), columns) + state_bytes(
+        optimizer, columns
+    )
     return aligned(bytes_of_row, _DEVICE_ROW_ALIGNMENT)
 
 
@@ -230,7 +232,7 @@ def _without_rows(option: ShardingOption) -> ShardingOption:
     )
 
 
-def _dtype(option: ShardingOption) -> torch.dtype:
+def dtype_of(option: ShardingOption) -> torch.dtype:
     """Returns the data type of the table's rows.
 
     The parameter of an INT8 table is float16 (torchrec 1.8.0).

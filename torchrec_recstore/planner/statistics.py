@@ -25,6 +25,8 @@ from torchrec_recstore.modules import (
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.table_configs import missing_features
 
+HOT_PART = 10
+"""``hot_share`` is that of one in so many ids."""
 FORMAT = "recstore statistics"
 VERSION = 1
 
@@ -45,6 +47,9 @@ class TableStatistics:
             its ids, over the features of the table.
         hottest_share: The share of the ids that are equal to the most frequent id. With
             row-wise sharding, one rank gets all of them.
+        hot_share: The share of the distinct ids of a batch that are among the tenth of
+            the ids that was most frequent in earlier batches. About this share of a
+            batch finds its rows on a GPU if a tenth of them is there.
         ns_per_id: The nanoseconds of a forward and a backward on this machine, divided
             by the number of ids.
 
@@ -58,6 +63,7 @@ class TableStatistics:
     ids_per_sample: tuple[float, ...] | None = None
     unique_share: float | None = None
     hottest_share: float | None = None
+    hot_share: float | None = None
     ns_per_id: float | None = None
 
     def __post_init__(self) -> None:
@@ -204,8 +210,29 @@ def _measured(
         ids_per_sample=tuple(ids_per_sample),
         unique_share=n_unique / len(ids),
         hottest_share=int(id_counts.max()) / len(ids),
+        hot_share=_hot_share(batches),
         ns_per_id=ns_per_id,
     )
+
+
+def _hot_share(batches: Sequence[KeyedJaggedTensor]) -> float | None:
+    """Returns the share of the distinct ids of each later batch that are among the most
+    frequent ids of the earlier half; None if there is one batch.
+    """
+    half = len(batches) // 2
+    if half == 0:
+        return None
+    earlier = torch.cat([batch.values() for batch in batches[:half]])
+    distinct_ids, counts = torch.unique(earlier, return_counts=True)
+    most_frequent = counts.topk(-(-len(distinct_ids) // HOT_PART)).indices
+    hot_ids = distinct_ids[most_frequent]
+    hot = 0
+    distinct = 0
+    for batch in batches[half:]:
+        batch_ids = torch.unique(batch.values())
+        hot += int(torch.isin(batch_ids, hot_ids).sum())
+        distinct += len(batch_ids)
+    return hot / distinct
 
 
 def _ns_per_id(
