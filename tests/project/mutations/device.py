@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .mutation import Mutation
 
+_MOVES = "torchrec_recstore/csrc/lookup/device_moves.cpp"
 _SLOTS = "torchrec_recstore/csrc/rows/device_slots.cpp"
 
 
@@ -20,7 +21,32 @@ def _of_pass(line: str, mutant: str, breaks: str) -> Mutation:
     return Mutation(_PASS, line, mutant, ["test_device_pass"], breaks)
 
 
+def _of_moves(line: str, mutant: str, breaks: str) -> Mutation:
+    return Mutation(_MOVES, line, mutant, ["test_device_moves"], breaks)
+
+
 DEVICE = [
+    _of_moves(
+        "[&](Slot slot) { return slot != kNoSlot && (stale.none() ||"
+        " !stale.contains(slot)); });",
+        "[&](Slot slot) { return slot != kNoSlot; });",
+        "A prefetch copies the row of a slot that its row has left.",
+    ),
+    _of_moves(
+        "number, table.oldest_pass(), rank",
+        "number, number, rank",
+        "Prefetched rows take the device slots of a pending pass.",
+    ),
+    _of_moves(
+        "part.first + part.begin * strides[part.table]",
+        "part.begin * strides[part.table]",
+        "The rows of a table are staged in the place of those of another one.",
+    ),
+    _of_moves(
+        "rows + firsts[t]",
+        "rows",
+        "A table gets the rows of another one.",
+    ),
     _of_slots(
         "flight_[entry & ~kFlying] = kNoSlot;",
         ";",
