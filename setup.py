@@ -25,12 +25,12 @@ class ShipScripts(build_py):
         super().run()
         if self.editable_mode:
             return
-        for folder in ("examples", "benchmarks"):
+        # The figures beside the benchmarks are not shipped.
+        ignored = {"examples": ["__pycache__"], "benchmarks": ["__pycache__", "*.json"]}
+        for folder, patterns in ignored.items():
             target = os.path.join(self.build_lib, "torchrec_recstore", folder)
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(
-                folder, target, ignore=shutil.ignore_patterns("__pycache__", "*.json")
-            )
+            shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*patterns))
 
 
 CSRC = "torchrec_recstore/csrc"

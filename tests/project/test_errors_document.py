@@ -21,8 +21,8 @@ from tests.recstore_server import RecStoreServer
 from tests.secrets import write_secret
 
 CLASSES = {situation.kind for situation in SITUATIONS.values()}
-# Ends of iterators and of commands, no errors.
-CONTROL_FLOW = {"StopIteration", "SystemExit", "Exit"}
+# Ends of iterators and of commands, no errors. The command line prints BadParameter.
+CONTROL_FLOW = {"StopIteration", "SystemExit", "Exit", "typer.BadParameter"}
 # The client's connection turns them into errors of the situations, as it does with the
 # errors of gRPC. Errors of connections for rows, which their callers catch.
 OF_CONNECTIONS = {"CallError", "DoesNotFitError", "ServedError", "RefusedError"}

@@ -6,8 +6,6 @@ from .mutation import Mutation
 
 _MOVES = "torchrec_recstore/csrc/lookup/device_moves.cpp"
 _SLOTS = "torchrec_recstore/csrc/rows/device_slots.cpp"
-
-
 _PASS = "torchrec_recstore/csrc/lookup/device_pass.cpp"
 _TABLE = "torchrec_recstore/csrc/rows/table.cpp"
 _PROGRAMS = "tests/device/test_device_rows.py::test_equal"
@@ -33,18 +31,22 @@ DEVICE = [
         "A prefetch copies the row of a slot that its row has left.",
     ),
     _of_moves(
-        "number, table.oldest_pass(), rank",
-        "number, number, rank",
+        "if (!device.plan({{slots.data(), n}}, number, table.oldest_pass(), rank,"
+        " table.rows().slots())) return false;",
+        "if (!device.plan({{slots.data(), n}}, number, number, rank,"
+        " table.rows().slots())) return false;",
         "Prefetched rows take the device slots of a pending pass.",
     ),
     _of_moves(
-        "part.first + part.begin * strides[part.table]",
-        "part.begin * strides[part.table]",
+        "stage_planned(*tables[part.table], part.begin, part.end,"
+        " out + part.first + part.begin * strides[part.table]);",
+        "stage_planned(*tables[part.table], part.begin, part.end,"
+        " out + part.begin * strides[part.table]);",
         "The rows of a table are staged in the place of those of another one.",
     ),
     _of_moves(
-        "rows + firsts[t]",
-        "rows",
+        "land(*table, rows + firsts[t], device_slots(*table).in_flight());",
+        "land(*table, rows, device_slots(*table).in_flight());",
         "A table gets the rows of another one.",
     ),
     _of_slots(

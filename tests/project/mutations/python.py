@@ -225,8 +225,8 @@ PARTS_OF_CHECKPOINTS = [
 FROZEN = [
     Mutation(
         f"{PACKAGE}/sharders/fused_params.py",
-        "return self.options.servers, self.options.frozen",
-        "return self.options.servers, False",
+        "return self.options.servers, self.options.frozen, has_device_rows",
+        "return self.options.servers, False, has_device_rows",
         ["tests/distributed/test_frozen_tables.py"],
         "Frozen and trained tables are placed in one group.",
     ),
