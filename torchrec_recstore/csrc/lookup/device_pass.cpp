@@ -191,7 +191,11 @@ void Pass::updated_on_device(Executor& executor) {
     table.device()->changed_on_device(on_device_[t], [&](Slot slot) { table.before_change(slot); });
     if (steps_[t] != kForgotten) table.count_update(static_cast<int64_t>(on_device_[t].size()), 0);
   }
-  for (const auto& table : group_->tables) settle(*table, executor);
+  Steps unsettled = steps_;  // of all tables at once: a call for each of them would group the batch again and again
+  std::replace(unsettled.begin(), unsettled.end(), kForgotten, uint32_t{0});
+  if (std::any_of(unsettled.begin(), unsettled.end(), [](uint32_t step) { return step != 0; })) {
+    count(record_step(resolved(), unsettled, executor));
+  }
 }
 
 void Pass::read_on_host(float* out, Executor& executor) const { read_trained(*group_, batch_, out, executor); }
