@@ -13,8 +13,8 @@ namespace recstore {
 // The rows between a table and a device; see DeviceSlots. A row of an array has the layout of an arena. The caller
 // holds the lock of the table, which has device slots: shared for the first function, alone for the others.
 
-// Copies rows [begin, end) of those that the plan of a table takes to the device. out: (end - begin, stride). A row that
-// has left the table since is zeros.
+// Copies rows [begin, end) of those that the plan of a table takes to the device. out: (end - begin, stride). A row
+// that has left the table since is zeros.
 void stage_planned(const Table& table, int64_t begin, int64_t end, float* out);
 // Writes the rows that were in flight. rows: (n, stride), in the order of Plan::leaving. Throws InvalidArgument if n
 // rows are not in flight.
