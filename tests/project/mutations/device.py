@@ -131,7 +131,7 @@ DEVICE = [
     ),
     _of_pass(
         "} else if (initial || table.config().missing_reads_init) {",
-        "} else if (table.config().missing_reads_init) {",
+        "} else if (!initial || table.config().missing_reads_init) {",
         "An id that admission refuses reads as zeros on a device.",
     ),
     _of_pass(
@@ -139,11 +139,6 @@ DEVICE = [
         " table.before_change(slot); });",
         "table.device()->changed_on_device(on_device_[t], [&](Slot) {});",
         "A save has rows that the device has changed after it began.",
-    ),
-    _of_pass(
-        "for (const auto& table : group_->tables) settle(*table, executor);",
-        ";",
-        "An update on the device is no step of its rows.",
     ),
     _of_pass(
         "const auto of_table = ranges(static_cast<int64_t>(planned));",
