@@ -16,17 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerator_sides import BATCHES, SIDES, Shape, dense_alone
+from accelerator_sides import SIDES, Shape, dense_alone
 from device import Copies, no_device, no_fbgemm, synchronize, traced
 from figures import CUDA, cuda_figures, markdown
 from measure import clock, emit, spread
 
-TORCH_ALONE = ("kernel", "eager")
+DEVICE_ROWS = ("device_1", "device_10", "device_100")
+TORCH_ALONE = ("kernel", *DEVICE_ROWS, "eager")
 UNIFIED = ("fused_uvm", "fused_uvm_caching")
 
 
 def not_here(side: str, device: torch.device) -> str | None:
     """Returns the reason why a side cannot run here, or None."""
+    if side in DEVICE_ROWS and device.type == "cpu":
+        return "there is no device for the rows"
     if side in TORCH_ALONE:
         return None
     if find_spec("torchrec") is None:
@@ -55,14 +58,19 @@ def measure(
     """Returns the figures of one side."""
     gc.collect()  # the tables of the side before
     shape = Shape(
-        arguments.tables, arguments.dim, arguments.batch_size, arguments.rows, device
+        arguments.tables,
+        arguments.dim,
+        arguments.batch_size,
+        arguments.rows,
+        device,
+        arguments.zipf,
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     step = SIDES[name](shape)
     dense = dense_alone(shape)
-    block(step, 2 * BATCHES, device)
-    block(dense, 2 * BATCHES, device)
+    block(step, 2 * shape.batches, device)
+    block(dense, 2 * shape.batches, device)
     step_s = []
     dense_s = []
     for _ in range(arguments.rounds):
@@ -123,6 +131,9 @@ def main(about: str | None) -> int:
     parser.add_argument(
         "--rows", type=int, default=1_000_000, help="the rows of each table"
     )
+    parser.add_argument(
+        "--zipf", action="store_true", help="ids with Zipf's distribution, 1.05"
+    )
     parser.add_argument("--steps", type=int, default=10, help="the steps of a round")
     parser.add_argument("--rounds", type=int, default=12)
     arguments = parser.parse_args()
@@ -151,6 +162,7 @@ def main(about: str | None) -> int:
             "dim": arguments.dim,
             "batch_size": arguments.batch_size,
             "rows": arguments.rows,
+            "zipf": arguments.zipf,
         }
         reason = not_here(side, device)
         if reason is not None:

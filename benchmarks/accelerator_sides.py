@@ -11,6 +11,7 @@ from itertools import count, pairwise
 from typing import Any
 
 import torch
+from kernel import zipf
 from torch import Tensor, nn
 
 from torchrec_recstore.kernels import PooledGroup
@@ -19,7 +20,6 @@ from torchrec_recstore.modules import RecStoreEmbeddingBag
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.store import Table
 
-BATCHES = 8
 DENSE_FEATURES = 13
 LEARNING_RATE = 0.01
 Step = Callable[[int], None]
@@ -29,7 +29,8 @@ Step = Callable[[int], None]
 class Shape:
     """The sizes of the model and of a batch.
 
-    Each bag has one id, and each table ``rows`` rows.
+    Each bag has one id, and each table ``rows`` rows. Ids are uniform, or have Zipf's
+    distribution.
     """
 
     tables: int
@@ -37,6 +38,16 @@ class Shape:
     batch_size: int
     rows: int
     device: torch.device
+    has_zipf_ids: bool = False
+
+    @property
+    def batches(self) -> int:
+        """The number of batches, which come again and again.
+
+        There are many batches with Zipf's distribution, whose rare ids would otherwise
+        be on the device when they come again.
+        """
+        return 64 if self.has_zipf_ids else 8
 
 
 @dataclass(frozen=True)
@@ -92,9 +103,12 @@ def batches(shape: Shape) -> list[HostBatch]:
     generator = torch.Generator().manual_seed(1)
     num_ids = shape.tables * shape.batch_size
     host_batches = []
-    for _ in range(BATCHES):
+    for _ in range(shape.batches):
         dense = torch.rand(shape.batch_size, DENSE_FEATURES, generator=generator)
-        ids = torch.randint(0, shape.rows, (num_ids,), generator=generator)
+        if shape.has_zipf_ids:
+            ids = zipf(num_ids, generator, population=shape.rows) - 1
+        else:
+            ids = torch.randint(0, shape.rows, (num_ids,), generator=generator)
         labels = torch.randint(0, 2, (shape.batch_size,), generator=generator).float()
         if shape.device.type != "cpu":
             dense = dense.pin_memory()
@@ -114,7 +128,7 @@ def _trained(shape: Shape, embeddings: Callable[[HostBatch], Tensor]) -> Step:
     optimizer = torch.optim.SGD(part.parameters(), lr=LEARNING_RATE)
 
     def step(i: int) -> None:
-        batch = host_batches[i % BATCHES]
+        batch = host_batches[i % len(host_batches)]
         optimizer.zero_grad(set_to_none=True)
         dense = batch.dense.to(shape.device, non_blocking=True)
         labels = batch.labels.to(shape.device, non_blocking=True)
@@ -145,6 +159,17 @@ def kernel(shape: Shape) -> Step:
 
     The pooled rows are copied to the device.
     """
+    return _trained_by_group(shape, device_rows=0)
+
+
+def with_device_rows(percent: int) -> Callable[[Shape], Step]:
+    """The same with a part of the rows on the device, where they are pooled and
+    updated.
+    """
+    return lambda shape: _trained_by_group(shape, shape.rows * percent // 100)
+
+
+def _trained_by_group(shape: Shape, device_rows: int) -> Step:
     tables = [
         Table(shape.dim, optimizer=RowWiseAdagrad(LEARNING_RATE), name=f"t{i}")
         for i in range(shape.tables)
@@ -152,6 +177,8 @@ def kernel(shape: Shape) -> Step:
     for table in tables:
         _fill(table, shape)
     pooled = PooledGroup(tables, range(shape.tables), "sum")
+    if device_rows:
+        pooled.put_on_device(shape.device, [device_rows] * shape.tables)
     offsets = torch.arange(shape.tables * shape.batch_size + 1)
     to = None if shape.device.type == "cpu" else CopyTarget(shape.device, torch.float32)
 
@@ -296,7 +323,7 @@ def sharded(compute_kernel: str | None) -> Callable[[Shape], Step]:
 
         def step(i: int) -> None:
             optimizer.zero_grad(set_to_none=True)
-            batch = host[i % BATCHES].to(shape.device, non_blocking=True)
+            batch = host[i % len(host)].to(shape.device, non_blocking=True)
             loss, _ = model(batch)
             loss.backward()
             optimizer.step()
@@ -315,12 +342,15 @@ def pipeline(shape: Shape) -> Step:
 
     model, optimizer, host = _torchrec(shape, None)
     trains = RecStorePrefetchPipeline(model, optimizer, shape.device)
-    endless: Iterator[Any] = (host[i % BATCHES] for i in count())
+    endless: Iterator[Any] = (host[i % len(host)] for i in count())
     return lambda i: trains.progress(endless)
 
 
 SIDES: dict[str, Callable[[Shape], Step]] = {
     "kernel": kernel,
+    "device_1": with_device_rows(1),
+    "device_10": with_device_rows(10),
+    "device_100": with_device_rows(100),
     "eager": eager,
     "recstore": sharded(None),
     "pipeline": pipeline,

@@ -4,37 +4,72 @@ minutes, with torch alone::
     python -m tests.cuda.lease              # on the machine with the GPU
     python -m tests.cuda.lease --dry-run    # without one: on the host
 
-It prints the versions, the bandwidths, the registers of every kernel, and whether the
-results of each kernel have the bits of the reference kernels, which run on the host. A
-line that begins with ``DIFFERENT`` is a failure, and the command then exits with 1.
+It prints
+
+- the versions, the bandwidths, and the time of each kernel
+- whether the results of each kernel have the bits of the reference kernels, which run
+  on the host, and the registers of every kernel
+- whether 200 training steps of groups whose rows are on the device, with eviction,
+  expiry, admission, cold stores and prefetches, and with sleeps at random moments on
+  all streams, have the bits of the host
+- the table of ``benchmarks/cuda.py``: the dense part alone, rows on the host, and 1, 10
+  and 100 % of the rows on the device
+
+A line that begins with ``DIFFERENT`` is a failure, and the command then exits with 1.
 
 The checkout needs its native library, ``torchrec_recstore/_C.abi3.so``: ``make build``
 makes it, and a library that another machine has built serves every torch from 2.11 on.
 Neither TorchRec nor FBGEMM is imported.
 
 With ``--dry-run``, the host takes the place of the device. Triton's interpreter runs
-the kernels, so that only the registers are missing.
+the kernels, so that only the registers are missing. The training steps run on the
+simulated device of ``tests/device``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.device import device_rows, simulated, streams, transfers
 from tests.kernels.device_cases import OPTIMIZERS, ROW_DTYPES, SPECIAL
 from tests.kernels.device_work import Arena, Case, Tables, assert_same_bits, settings_of
+from torchrec_recstore.kernels import device_copies
 
 _MOST_SECONDS = 20
 """The comparisons of a dry run stop after this time."""
 _BYTES = 1 << 28
 _REPEATS = 5
+_SEED = 54
+_MOST_CYCLES = 1_000_000
+"""The longest sleep of a stream, less than a millisecond."""
+_BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "cuda.py"
+_EVERYTHING = replace(
+    device_rows.THOUSAND,
+    steps=200,
+    fails=False,
+    delays=False,
+    graph_every=0,
+    on_device=(0.1, 1.0),
+)
+_PROGRAMS = {
+    "bags": _EVERYTHING,
+    "sequences": replace(_EVERYTHING, pools=False, weights="none"),
+    "bags that all fit": replace(_EVERYTHING, slots=device_rows.MANY_SLOTS),
+    "16 bits": device_rows.PROGRAMS["16 bits"],
+}
 _LARGE = Case(
     [OPTIMIZERS["row_wise_adagrad"]],
     columns=64,
@@ -77,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_times(device)
     different = _compare_all(device, dry_run)
     print(f"kernels: {different} cases are different from the reference")
-    return 1 if different else 0
+    different += _compare_steps(device, dry_run)
+    return 1 if different or _print_steps(dry_run) else 0
 
 
 def _print_bandwidths(device: torch.device) -> None:
@@ -273,6 +309,79 @@ def _compare(case: Case, kernels: Any, device: torch.device) -> None:
         assert_same_bits(actual.arena, wanted.arena, tables.layout)
         assert torch.equal(compared.skipped, reference.skipped)
         assert torch.equal(compared.failed, reference.failed)
+
+
+def _compare_steps(device: torch.device, dry_run: bool) -> int:
+    """Compares groups whose rows are on the device with those of the host. Returns the
+    number of programs that differ.
+    """
+    if dry_run:
+        device = simulated.register()
+    different = 0
+    for name, on_host, on_device in _results(device):
+        is_same = streams.same(on_host, on_device)
+        different += not is_same
+        print(f"{'equal' if is_same else 'DIFFERENT'}: {name}")
+    return different
+
+
+def _results(device: torch.device) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the name of each program, and its results on the host and on the device."""
+    host = torch.device("cpu")
+    for name, program in _PROGRAMS.items():
+        with _random_moments(device):
+            on_device = device_rows.Run(program, device).train()
+        on_host = device_rows.Run(program, host).train()
+        yield f"{program.steps} steps, {name}", on_host, on_device
+    with _random_moments(device):
+        on_device = transfers.prefetched(device, transfers.BOUNDED, None, steps=200)
+    on_host = transfers.prefetched(host, transfers.BOUNDED, None, steps=200)
+    for results in (on_device, on_host):
+        del results["counted"]
+    yield "200 steps, prefetched", on_host, on_device
+
+
+@contextmanager
+def _random_moments(device: torch.device) -> Iterator[None]:
+    """Lets copies and kernels of all streams run at random moments."""
+    if device.type != "cuda":
+        with streams.delays(_SEED):
+            yield
+        return
+    device_copies.streams_by_type["cuda"] = _SleepingStreams
+    device_copies.streams_of.cache_clear()
+    try:
+        yield
+    finally:
+        del device_copies.streams_by_type["cuda"]
+        device_copies.streams_of.cache_clear()
+
+
+class _SleepingStreams(device_copies.DeviceStreams):
+    """Streams that sleep before events, three times in ten."""
+
+    def event(self) -> Any:
+        """Returns an event."""
+        every = (self.current(), self.up_stream, self.down_stream, self.side_stream)
+        for stream in every:
+            if random.random() < 0.3:
+                with stream:
+                    torch.cuda._sleep(random.randrange(_MOST_CYCLES))
+        return super().event()
+
+
+def _print_steps(dry_run: bool) -> int:
+    """Prints the time of steps with different parts of the rows on the device. Returns
+    the exit status of the benchmark.
+    """
+    sides = "--sides=kernel,device_1,device_10,device_100"
+    command = [sys.executable, str(_BENCHMARK), sides, "--zipf"]
+    if dry_run:
+        command += ["--device=cpu", "--tables=2", "--batch-size=64", "--dim=16"]
+        command += ["--rows=1000", "--steps=2", "--rounds=2"]
+    else:
+        command += ["--rows=300000", "--rounds=6"]
+    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

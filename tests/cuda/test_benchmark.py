@@ -12,6 +12,7 @@ import torch
 from tests.cuda.marks import WITH_FBGEMM, WITH_TORCH
 from tests.processes import ROOT, run_forked_command
 
+DEVICE_ROWS = ("device_1", "device_10", "device_100")
 SCRIPT = str(ROOT / "benchmarks" / "cuda.py")
 SMALL = (
     "--tables",
@@ -50,7 +51,9 @@ def test_every_side_that_the_cpu_can_run() -> None:
     assert {row["device"] for row in rows} == {"cpu: a test, not a measurement"}
     missing = {row["side"]: row.get("not_measured") for row in rows}
     assert missing == {
-        **dict.fromkeys(("kernel", "eager", "recstore", "pipeline", "fused")),
+        "kernel": None,
+        **dict.fromkeys(DEVICE_ROWS, "there is no device for the rows"),
+        **dict.fromkeys(("eager", "recstore", "pipeline", "fused")),
         **dict.fromkeys(
             ("fused_uvm", "fused_uvm_caching"), "unified memory needs CUDA"
         ),
@@ -69,7 +72,7 @@ def test_every_side_that_the_cpu_can_run() -> None:
 @pytest.mark.parametrize(
     "sides",
     [
-        pytest.param("kernel,eager", marks=WITH_TORCH),
+        pytest.param("kernel,device_1,device_10,device_100,eager", marks=WITH_TORCH),
         pytest.param(
             "recstore,pipeline,fused,fused_uvm,fused_uvm_caching", marks=WITH_FBGEMM
         ),
@@ -89,5 +92,5 @@ def test_on_cuda(sides: str) -> None:
     assert [row["side"] for row in rows] == sides.split(",")
     for row in rows:
         assert row["up"]["bytes"] > 0
-        assert row["down"]["bytes"] > 0 or row["side"].startswith("fused")
+        assert row["down"]["bytes"] > 0 or row["side"].startswith(("fused", "device"))
         assert 0 <= row["overlap"] <= 1

@@ -42,6 +42,9 @@ def test_a_dry_run() -> None:
     done = run_lease("--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kernels: 0 cases are different from the reference" in done.stdout
+    equal = [line for line in done.stdout.splitlines() if line.startswith("equal: ")]
+    assert len(equal) == 5, done.stdout
+    assert "there is no device for the rows" in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [pytest.param((), marks=WITH_TORCH)])

@@ -31,7 +31,7 @@ from benchmarks.device import Timeline, traced
 from tests.cuda.marks import CPU, CUDA, WITH_FBGEMM
 from tests.device import scenarios, steps
 from tests.device.scenarios import Found
-from tests.device.test_device import same
+from tests.device.streams import same
 from tests.distributed.workers import run_in_processes
 from tests.processes import START_METHOD
 from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder

@@ -574,3 +574,16 @@ class DeviceStreams:
 
     def keep(self, tensor: Any, stream: Stream) -> None:
         tensor.memory.record_stream(stream)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Returns whether results are equal, tensors in dictionaries and lists too."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(
+            same(one[key], other[key]) for key in one
+        )
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import checks, row_kernels, scenarios, simulated, steps, streams
+from tests.device.streams import same
 
 pytestmark = pytest.mark.skipif(
     not hasattr(
@@ -74,18 +75,6 @@ def found_by(names: list[str], folder: Path) -> dict[str, tuple[Any, Any, int]]:
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any, int]]:
     return found_by([*SHORT, *RECORDED], tmp_path_factory.mktemp("device"))
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            same(one[key], other[key]) for key in one
-        )
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 @pytest.mark.parametrize("name", [*SHORT, *(f"{name}, delayed" for name in DELAYED)])

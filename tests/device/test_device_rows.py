@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
-from tests.device import device_rows, simulated, test_device
+from tests.device import device_rows, simulated, streams
 from torchrec_recstore import SGD
 from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.kernels.device_copies import CopyTarget
@@ -145,11 +145,11 @@ def count_rows() -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_equal(name: str, fast: dict[str, tuple[Any, Any]]) -> None:
     on_cpu, on_device = fast[name]
-    assert test_device.same(on_cpu, on_device)
+    assert streams.same(on_cpu, on_device)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_equal_in_more_programs(name: str, slow: dict[str, tuple[Any, Any]]) -> None:
     on_cpu, on_device = slow[name]
-    assert test_device.same(on_cpu, on_device)
+    assert streams.same(on_cpu, on_device)

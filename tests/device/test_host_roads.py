@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import host_roads, scenarios, simulated, streams
-from tests.device.test_device import same
+from tests.device.streams import same
 from tests.device.test_placement import ROWS, as_on_cpu, load
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import device_rows, scenarios, simulated, steps, streams
-from tests.device.test_device import same
+from tests.device.streams import same
 from torchrec_recstore import TableStats
 
 pytestmark = pytest.mark.skipif(

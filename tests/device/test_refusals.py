@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import DataType
 from tests.device import simulated
 from tests.device.device_rows import as_on_cpu
 from tests.device.scenarios import META, bag_tables, batches, host, trained
-from tests.device.test_device import same
+from tests.device.streams import same
 from torchrec_recstore import (
     RecStoreConstraints,
     RecStorePlanner,

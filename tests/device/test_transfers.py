@@ -12,8 +12,7 @@ import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import simulated, transfers
-from tests.device.streams import Counts
-from tests.device.test_device import same
+from tests.device.streams import Counts, same
 from tests.device.test_device_rows import load
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ import torch
 import torch.utils.backend_registration
 
 from tests.device import two_ranks
-from tests.device.test_device import same
+from tests.device.streams import same
 from tests.distributed.workers import run_on_ranks
 
 pytestmark = pytest.mark.skipif(
