@@ -597,11 +597,12 @@ class TableOptions:
             ids. Default: None, which means that nothing is recorded.
         device_rows: The number of rows, over all ranks, that are also in the memory of
             the accelerator that the model is on, where they are looked up and updated.
-            Frequent rows stay there. If the table is sharded by rows, each shard has an
-            equal part. The host has all rows, as without this option, and the results
-            are the same, to the bit. A model on the CPU ignores the option, and
-            checkpoints do not contain it. Default: None, which means the number that
-            ``RecStorePlanner`` has chosen, and 0 without its choice.
+            A module without sharding uses the accelerator of its batches. Frequent rows
+            stay there. If the table is sharded by rows, each shard has an equal part.
+            The host has all rows, as without this option, and the results are the same,
+            to the bit. A model on the CPU ignores the option, and checkpoints do not
+            contain it. Default: None, which means the number that ``RecStorePlanner``
+            has chosen, and 0 without its choice.
 
     Raises:
         TypeError, ValueError: A field is invalid. The message names the field.

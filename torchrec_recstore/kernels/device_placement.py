@@ -34,7 +34,7 @@ def put_asked_rows_on_device(
     """
     if device is None or device.type in _ON_HOST:
         return
-    rows = [table.options.device_rows or 0 for table in tables]
+    rows = [_device_rows(table) for table in tables]
     asked = [table.name for table in tables if table.options.device_rows]
     if not asked:
         return
@@ -51,6 +51,13 @@ def put_asked_rows_on_device(
                 " device_rows=0"
             )
     group.put_on_device(_with_index(device), rows)
+
+
+def _device_rows(table: Table) -> int:
+    """Returns the ``device_rows`` of a table, which are at most its ``max_rows``."""
+    rows = table.options.device_rows or 0
+    most = table.options.max_rows
+    return rows if most is None else min(rows, most)
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -108,6 +108,8 @@ class DeviceRows:
         """The number of training lookups on the device so far."""
         self.reads = 0
         """The number of evaluation lookups on the device so far."""
+        self.group: object = None
+        """The group, if nothing else keeps it as long as its tables."""
         self._lookups = lookups
         self._tables = list(tables)
         self._learning_rates = learning_rates

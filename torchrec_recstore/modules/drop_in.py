@@ -98,14 +98,25 @@ class DropIn(TableModule):
     def _trains(self) -> bool:
         return self.training and are_trained([self.weight])[0]
 
-    def _rows(self, ids: Tensor) -> Tensor:
-        """Returns the rows, (N, dim) float32, of ids (N,) int64."""
-        (rows,) = self._table_groups.rows([self], ids, [len(ids)], train=self._trains)
+    def _target(self, input: Tensor) -> CopyTarget:
+        """Returns the device and the data type of the output for an input."""
+        return CopyTarget(input.device, self._output_dtype)
+
+    def _rows(self, ids: Tensor, to: CopyTarget) -> Tensor:
+        """Returns the rows, (N, dim), of ids (N,) int64: on the device of ``to`` if the
+        table has rows there, else on the CPU, in float32.
+        """
+        if self.scale_grad_by_freq:
+            to = to._replace(dtype=torch.float32)  # the gradients are divided
+        (rows,) = self._table_groups.rows(
+            [self], ids, [len(ids)], train=self._trains, to=_unless_cpu(to)
+        )
         if self.scale_grad_by_freq and rows.requires_grad:
             _, numbers, counts = torch.unique(
                 ids, return_inverse=True, return_counts=True
             )
-            rows = _ScaledGradient.apply(rows, counts[numbers])  # type: ignore[no-untyped-call]
+            times = counts[numbers].to(rows.device)
+            rows = _ScaledGradient.apply(rows, times)  # type: ignore[no-untyped-call]
         return rows
 
     def _apply(self, *args: Any, **kwargs: Any) -> DropIn:
@@ -269,27 +280,29 @@ class RecStoreEmbedding(DropIn):
                 (*input.shape, self.embedding_dim), dtype=self._output_dtype
             )
         ids = _int64_input(input).reshape(-1)
+        target = self._target(input)
         if self.padding_idx is None:
-            rows = self._rows(ids)
+            rows = self._rows(ids, target)
         else:
-            rows = self._rows_beside_padding(ids, self.padding_idx)
-        rows = to_device(rows, CopyTarget(input.device, self._output_dtype))
+            rows = self._rows_beside_padding(ids, self.padding_idx, target)
+        rows = _at_target(rows, target)
         return rows.view(*input.shape, self.embedding_dim)
 
-    def _rows_beside_padding(self, ids: Tensor, padding: int) -> Tensor:
-        """Returns the rows, (N, dim) float32, of ids (N,) int64.
+    def _rows_beside_padding(self, ids: Tensor, padding: int, to: CopyTarget) -> Tensor:
+        """Returns the rows, (N, dim), of ids (N,) int64; see :meth:`_rows`.
 
         The row of the id ``padding`` is only read.
         """
         positions = (ids != padding).nonzero().squeeze(1)
-        trained_rows = self._rows(ids[positions])
+        trained_rows = self._rows(ids[positions], to)
         out = torch.zeros(len(ids), self.embedding_dim)
         if len(positions) < len(ids):
             padding_id = torch.tensor([padding])
             # Without a row, and with missing="init", the lookup would not return zeros.
             if bool(self.table.contains(padding_id)):
                 out += self.table.lookup(padding_id)
-        return out.index_copy(0, positions, trained_rows)
+        out = out.to(trained_rows.device, trained_rows.dtype)
+        return out.index_copy(0, positions.to(out.device), trained_rows)
 
 
 class RecStoreEmbeddingBag(DropIn):
@@ -456,19 +469,38 @@ class RecStoreEmbeddingBag(DropIn):
             self.include_last_offset,
             self.padding_idx,
         )
+        target = self._target(input)
         if self.mode == "max" or self.scale_grad_by_freq:
+            self._check_pools_by_torch(target)
             out = self._pooled_by_torch(bags)
         else:
             out = self._table_groups.bags(
-                [self], [0], self.mode, bags, train=self._trains
+                [self],
+                [0],
+                self.mode,
+                bags,
+                train=self._trains,
+                to=_unless_cpu(target),
             )
-        return to_device(out, CopyTarget(input.device, self._output_dtype))
+        return _at_target(out, target)
+
+    def _check_pools_by_torch(self, to: CopyTarget) -> None:
+        """Raises ValueError if the table has rows on a device."""
+        if to.device.type == "cpu" or not self.has_device_rows:
+            return
+        reason = "scale_grad_by_freq=True"
+        if self.mode == "max":
+            reason = "mode='max'"
+        raise ValueError(
+            f"table {self.table.name!r}: rows cannot be in the memory of a device:"
+            f" torch pools them on the host with {reason}; use device_rows=0"
+        )
 
     def _pooled_by_torch(self, bags: Bags) -> Tensor:
         """Returns the rows of the batch pooled by torch, for the cases that a
         ``PooledGroup`` does not support.
         """
-        rows = self._rows(bags.ids)
+        rows = self._rows(bags.ids, CopyTarget(torch.device("cpu"), torch.float32))
         if len(bags.ids) == 0:
             # torch's pooling refuses an empty batch. The sum keeps the rows in the
             # graph: backward counts as an update.
@@ -554,6 +586,17 @@ def _padding_id(padding_idx: int | None, num_embeddings: int) -> int | None:
         return None
     check_int("padding_idx", padding_idx, -num_embeddings)
     return padding_idx if padding_idx >= 0 else num_embeddings + padding_idx
+
+
+def _unless_cpu(target: CopyTarget) -> CopyTarget | None:
+    return None if target.device.type == "cpu" else target
+
+
+def _at_target(rows: Tensor, target: CopyTarget) -> Tensor:
+    """Returns rows where those of an input go. A group may have put them there."""
+    if rows.device == target.device:
+        return rows.to(target.dtype)
+    return to_device(rows, target)
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -18,7 +18,11 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_recstore.kernels import RowService
-from torchrec_recstore.kernels.device_copies import to_host, weights_to_host
+from torchrec_recstore.kernels.device_copies import (
+    CopyTarget,
+    to_host,
+    weights_to_host,
+)
 from torchrec_recstore.modules.eager_groups import Bags, EagerGroups, EagerTable
 from torchrec_recstore.modules.table_module import (
     LearningRate,
@@ -90,7 +94,7 @@ class EagerCollection(RefusesQuantization, nn.Module):
                 " up to date"
             )
         rate = LearningRate(optimizer.lr)
-        modules: dict[str, nn.Module] = {}
+        modules: dict[str, EagerTable] = {}
         options_of_tables = _options_of_tables(options, self._configs)
         for config, table_options in zip(self._configs, options_of_tables, strict=True):
             arguments = _table_arguments(config, optimizer, table_options, state_dtype)
@@ -111,6 +115,9 @@ class EagerCollection(RefusesQuantization, nn.Module):
                 modules[config.name] = RemoteTableModule(
                     remote_table, rate, frozen=arguments["options"].frozen
                 )
+        self._has_device_rows = any(
+            module.has_device_rows for module in modules.values()
+        )
         return nn.ModuleDict(modules)
 
     def _modules_by_table(self) -> list[EagerTable]:
@@ -151,6 +158,8 @@ class EagerCollection(RefusesQuantization, nn.Module):
                 # A group takes either tables that their options freeze, or others, also
                 # those whose weight is not trained.
                 key = (kind, trained[number], modules[number].is_frozen)
+                if modules[number].has_device_rows:
+                    key = ("with device rows", key)
             groups.setdefault(key, []).append(number)
         for numbers in groups.values():
             yield numbers, self.training and trained[numbers[0]]
@@ -271,8 +280,11 @@ class Features:
         self.device = features.values().device
         self.on_device = features
         self.on_host = features
+        self.target: CopyTarget | None = None
+        """Where the rows of the batch go. None: they stay on the CPU."""
         if self.device.type != "cpu":
             self.on_host = _on_host(features, is_weighted)
+            self.target = CopyTarget(self.device, torch.float32)
         self._is_weighted = is_weighted
         self._configs = configs
 

@@ -1,10 +1,12 @@
 """The groups of eager modules, and backward passes that only collect gradients.
 
-Tests: tests/modules/test_embedding_bag.py, tests/modules/test_compile.py.
+Tests: tests/modules/test_embedding_bag.py, tests/modules/test_compile.py,
+tests/device/test_eager_rows.py.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledGroup, SequenceGroup
+from torchrec_recstore.kernels.device_copies import CopyTarget, traced
+from torchrec_recstore.kernels.device_placement import put_asked_rows_on_device
 from torchrec_recstore.kernels.pooled_group import bag_of, bag_scales
 from torchrec_recstore.modules.table_module import RemoteTableModule, TableModule
 from torchrec_recstore.table_parameter import are_trained
@@ -51,13 +55,22 @@ class Bags:
 class EagerGroups:
     """The groups by which a module looks up its tables.
 
-    A group is made when a call first needs it.
+    A group is made when a call first needs it. If its tables have ``device_rows``, the
+    first lookup of a batch on a device puts their rows there. The group then lives as
+    long as the tables.
+
+    In all lookups, ``to`` is the device and the data type of the output, None if the
+    batch is on the CPU. Without rows on this device, the output stays on the CPU in
+    float32, and the caller copies it.
 
     Copies and pickles of the module start without groups.
     """
 
     def __init__(self) -> None:
         self._groups: dict[object, PooledGroup | SequenceGroup] = {}
+        self._on_device: weakref.WeakValueDictionary[
+            object, PooledGroup | SequenceGroup
+        ] = weakref.WeakValueDictionary()
         self._handles: dict[int, int] = {}
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -65,7 +78,10 @@ class EagerGroups:
         return EagerGroups, ()
 
     def clear(self) -> None:
-        """Removes all groups, and with them the references to the tables."""
+        """Removes all groups, and with them the references to the tables.
+
+        A group with rows on a device is used again as long as its tables live.
+        """
         self._groups.clear()
         self._handles.clear()
 
@@ -77,9 +93,10 @@ class EagerGroups:
         bags: Bags,
         *,
         train: bool,
+        to: CopyTarget | None = None,
     ) -> Tensor:
-        """Returns the pooled rows of bags, (B, sum of the features' columns) float32,
-        by one native call.
+        """Returns the pooled rows of bags, (B, sum of the features' columns), by one
+        native call.
 
         ``feature_tables`` are the positions in ``tables`` of the features' tables. If
         ``train``, and gradients are enabled, the lookup makes missing rows and backward
@@ -88,15 +105,21 @@ class EagerGroups:
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_the_graph(  # type: ignore[no-any-return]
-                self.bags, tables, feature_tables, pooling, bags, train=train
+                self.bags, tables, feature_tables, pooling, bags, train=train, to=to
             )
         trains_rows = train and torch.is_grad_enabled()
         if trains_rows:
             _check_training(tables)
-        group = self._pooled_group(tables, feature_tables, pooling)
+        group = self._pooled_group(tables, feature_tables, pooling, to)
         # The group refuses a training lookup whose grad is disabled by a reentrant
         # checkpoint.
-        out: Tensor = group(bags.ids, bags.offsets, bags.weights, train=train)
+        out: Tensor = group(
+            bags.ids,
+            bags.offsets,
+            bags.weights,
+            train=train,
+            to=_target(group, to),
+        )
         if not trains_rows or tables[0].fused:
             return out
         features = [tables[number] for number in feature_tables]
@@ -112,19 +135,23 @@ class EagerGroups:
         counts: Sequence[int],
         *,
         train: bool,
+        to: CopyTarget | None = None,
     ) -> list[Tensor]:
-        """Returns each table's rows, (its number of ids, dim) float32, in the order of
-        its ids, by one native call.
+        """Returns each table's rows, (its number of ids, dim), in the order of its ids,
+        by one native call.
 
         ``ids`` are (N,) int64, on the CPU, table by table; ``counts`` are the numbers
         of ids of the tables. See :meth:`bags` for ``tables`` and ``train``.
         """
         if torch.compiler.is_dynamo_compiling():
-            return _outside_the_graph(self.rows, tables, ids, counts, train=train)  # type: ignore[no-any-return]
+            return _outside_the_graph(  # type: ignore[no-any-return]
+                self.rows, tables, ids, counts, train=train, to=to
+            )
         trains_rows = train and torch.is_grad_enabled()
         if trains_rows:
             _check_training(tables)
-        out: Tensor = self._sequence_group(tables)(ids, counts, train=train)
+        group = self._sequence_group(tables, to)
+        out: Tensor = group(ids, counts, train=train, to=_target(group, to))
         if trains_rows and not tables[0].fused:
             collect = partial(_collect_rows, list(tables), list(counts))
             out = _Collect.apply(self._anchor, out.detach(), collect, ids)  # type: ignore[no-untyped-call]
@@ -144,24 +171,32 @@ class EagerGroups:
         feature_tables: Sequence[int],
         pooling: Pooling,
         bags: Bags,
+        *,
+        to: CopyTarget | None = None,
     ) -> None:
         """Prepares a batch for :meth:`bags`, with the same arguments."""
         features = [tables[number] for number in feature_tables]
         counts = [end - first for _, first, end in _parts(features, bags.offsets)]
-        group = self._pooled_group(tables, feature_tables, pooling)
+        group = self._pooled_group(tables, feature_tables, pooling, to)
         group.prefetch(bags.ids, counts)
 
     def prefetch_rows(
-        self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int]
+        self,
+        tables: Sequence[EagerTable],
+        ids: Tensor,
+        counts: Sequence[int],
+        *,
+        to: CopyTarget | None = None,
     ) -> None:
         """Prepares a batch for :meth:`rows`, with the same arguments."""
-        self._sequence_group(tables).prefetch(ids, counts)
+        self._sequence_group(tables, to).prefetch(ids, counts)
 
     def _pooled_group(
         self,
         tables: Sequence[EagerTable],
         feature_tables: Sequence[int],
         pooling: Pooling,
+        to: CopyTarget | None,
     ) -> PooledGroup:
         key = (tables[0].fused, pooling, *feature_tables, *map(id, tables))
         make_group: Callable[..., PooledGroup]
@@ -175,19 +210,23 @@ class EagerGroups:
             key,
             tables,
             lambda group_tables: make_group(group_tables, feature_tables, pooling),
+            to,
         )
 
-    def _sequence_group(self, tables: Sequence[EagerTable]) -> SequenceGroup:
+    def _sequence_group(
+        self, tables: Sequence[EagerTable], to: CopyTarget | None
+    ) -> SequenceGroup:
         make_group: Callable[[list[Any]], SequenceGroup] = SequenceGroup
         if isinstance(tables[0], RemoteTableModule):
             make_group = tables[0].client.sequence_group
-        return self._group(tuple(map(id, tables)), tables, make_group)
+        return self._group(tuple(map(id, tables)), tables, make_group, to)
 
     def _group(
         self,
         key: object,
         modules: Sequence[EagerTable],
         make_group: Callable[[list[Any]], _Group],
+        to: CopyTarget | None,
     ) -> _Group:
         tables = [module.table for module in modules]
         handles = {
@@ -202,22 +241,56 @@ class EagerGroups:
         self._handles |= handles
         group = self._groups.get(key)
         if group is None:
-            group = make_group(tables)
-            group.learning_rate = modules[0].rate
+            group = self._on_device.get(key)
+            if group is None or group.tables != tables:
+                group = make_group(tables)
+                group.learning_rate = modules[0].rate
             self._groups[key] = group
+        if isinstance(modules[0], TableModule):
+            _check_has_rows(group)
+            if to is not None and group.device_rows is None and not traced():
+                self._put_on_device(key, group, modules, to.device)
         (trains,) = are_trained([modules[0].weight])
         # to set an attribute of a module takes a microsecond
         if group.untrained is trains:
             group.untrained = not group.untrained
         return group  # type: ignore[return-value]
 
+    def _put_on_device(
+        self,
+        key: object,
+        group: PooledGroup | SequenceGroup,
+        modules: Sequence[EagerTable],
+        device: torch.device,
+    ) -> None:
+        """Puts rows on a device if the options of the tables have ``device_rows``."""
+        if not modules[0].has_device_rows:
+            return
+        _check_fused(modules)
+        put_asked_rows_on_device(group, group.tables, device)
+        if group.device_rows is not None:
+            # The tables cannot have rows on a device by another group.
+            group.device_rows.group = group
+            self._on_device[key] = group
+
+
+def _target(
+    group: PooledGroup | SequenceGroup, to: CopyTarget | None
+) -> CopyTarget | None:
+    """Returns ``to`` if the group has rows on this device, None if it has none."""
+    if to is None or group.device_rows is None:
+        return None
+    return to if group.device_rows.device == to.device else None
+
 
 # Lookups stay outside of compiled graphs, because load_state_dict() replaces the tables
 # that the group depends on, and because modules with fused=False collect gradients in
 # Python.
 @torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
-def _outside_the_graph(look_up: Callable[..., Any], *args: Any, train: bool) -> Any:
-    return look_up(*args, train=train)
+def _outside_the_graph(
+    look_up: Callable[..., Any], *args: Any, train: bool, to: CopyTarget | None
+) -> Any:
+    return look_up(*args, train=train, to=to)
 
 
 class _PooledWithoutUpdate(PooledGroup):
@@ -324,6 +397,31 @@ def _parts(
 
 def _names(tables: Sequence[EagerTable]) -> str:
     return ", ".join(repr(module.table.name) for module in tables)
+
+
+def _check_fused(modules: Sequence[EagerTable]) -> None:
+    for module in modules:
+        if not module.fused:
+            raise ValueError(
+                f"table {module.table.name!r}: rows cannot be in the memory of a device:"
+                " the module has fused=False, whose optimizer updates rows on the host;"
+                " use device_rows=0"
+            )
+
+
+def _check_has_rows(group: PooledGroup | SequenceGroup) -> None:
+    """Raises ValueError if another group has put rows of a table on a device: this group
+    would read the host's rows, which are older.
+    """
+    for table in group.tables:
+        on_device = table.device_rows
+        if on_device is not None and on_device is not group.device_rows:
+            raise ValueError(
+                f"table {table.name!r} has rows in the memory of a device, and is now"
+                " looked up with other tables or in another way than before: use"
+                " device_rows=0; or make the module with enable_fusion=False if it"
+                " changes which of its weights require a gradient"
+            )
 
 
 def _check_training(tables: Sequence[EagerTable]) -> None:

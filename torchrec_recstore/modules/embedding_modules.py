@@ -153,7 +153,8 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         )
         inverse = batch.on_host.inverse_indices_or_none()
         rows_of_tables: dict[int, list[Tensor]] = {}
-        for numbers, trains in self._groups(self._poolings):
+        groups = list(self._groups(self._poolings))
+        for numbers, trains in groups:
             lookup = self._lookup_of(batch, numbers)
             out = self._table_groups.bags(
                 lookup.tables,
@@ -161,10 +162,13 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
                 lookup.pooling,
                 lookup.bags,
                 train=trains,
+                to=batch.target,
             )
+            if self._has_device_rows and len(groups) > 1:
+                out = _at_target(out, batch.target)
             has_all_tables = len(numbers) == len(self._poolings)
             if has_all_tables and lookup.bag_counts is None and inverse is None:
-                return self._keyed(out, batch.device)
+                return self._keyed(out, batch.target)
             rows_of_features = iter(lookup.rows_of_features(out))
             for number in numbers:
                 rows_of_tables[number] = [
@@ -178,23 +182,23 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
             for names in self._feature_names:
                 features_in_order.extend(names)
             order = reorder_inverse_indices(inverse, features_in_order)
+            order = order.to(pooled[0].device)
             pooled = [
                 rows.index_select(0, bags)
-                for rows, bags in zip(pooled, order.to("cpu"), strict=True)
+                for rows, bags in zip(pooled, order, strict=True)
             ]
-        return self._keyed(torch.cat(pooled, dim=1), batch.device)
+        return self._keyed(torch.cat(pooled, dim=1), batch.target)
 
-    def _keyed(self, pooled: Tensor, device: torch.device) -> KeyedTensor:
-        """Returns pooled rows, (batch size, sum of dims), on a device, with the name of
-        each feature.
+    def _keyed(self, pooled: Tensor, target: CopyTarget | None) -> KeyedTensor:
+        """Returns pooled rows, (batch size, sum of dims), where the rows of the batch
+        go, with the name of each feature.
         """
         keys = []
         lengths = []
         for config, names in zip(self._configs, self._names_by_table, strict=True):
             keys.extend(names)
             lengths.extend([config.embedding_dim] * len(config.feature_names))
-        rows = to_device(pooled, CopyTarget(device, pooled.dtype))
-        return KeyedTensor(keys, lengths, rows)
+        return KeyedTensor(keys, lengths, _at_target(pooled, target))
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch before its training forward.
@@ -214,7 +218,11 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
             if trains:
                 lookup = self._lookup_of(batch, numbers)
                 self._table_groups.prefetch_bags(
-                    lookup.tables, lookup.feature_tables, lookup.pooling, lookup.bags
+                    lookup.tables,
+                    lookup.feature_tables,
+                    lookup.pooling,
+                    lookup.bags,
+                    to=batch.target,
                 )
 
     def _lookup_of(self, batch: Features, numbers: Sequence[int]) -> _PooledLookup:
@@ -376,10 +384,12 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         rows_of_tables: dict[int, Tensor] = {}
         for numbers, trains in self._groups([None] * len(self._configs)):
             tables, ids, counts = self._lookup_of(batch, numbers)
-            rows = self._table_groups.rows(tables, ids, counts, train=trains)
+            rows = self._table_groups.rows(
+                tables, ids, counts, train=trains, to=batch.target
+            )
             rows_of_tables.update(zip(numbers, rows, strict=True))
-        if batch.device.type != "cpu":
-            rows_of_tables = _copied_together(rows_of_tables, batch.device)
+        if batch.target is not None:
+            rows_of_tables = _copied_together(rows_of_tables, batch.target)
         input_features = batch.on_device.to_dict()
         output: dict[str, JaggedTensor] = {}
         for number, names in enumerate(self._names_by_table):
@@ -407,7 +417,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         for numbers, trains in self._groups([None] * len(self._configs)):
             if trains:
                 tables, ids, counts = self._lookup_of(batch, numbers)
-                self._table_groups.prefetch_rows(tables, ids, counts)
+                self._table_groups.prefetch_rows(tables, ids, counts, to=batch.target)
 
     def _lookup_of(
         self, batch: Features, numbers: Sequence[int]
@@ -439,15 +449,26 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         return self._names_by_table
 
 
+def _at_target(rows: Tensor, target: CopyTarget | None) -> Tensor:
+    """Returns rows where those of a batch go. A group may have put them there."""
+    if target is None or not rows.is_cpu:
+        return rows
+    return to_device(rows, target)
+
+
 def _copied_together(
-    rows_of_tables: Mapping[int, Tensor], device: torch.device
+    rows_of_tables: Mapping[int, Tensor], target: CopyTarget
 ) -> dict[int, Tensor]:
-    """Returns the rows of tables, (n, dim) each, on a device, in one copy."""
-    rows = torch.cat(list(rows_of_tables.values()))
-    rows = to_device(rows, CopyTarget(device, torch.float32))
-    copies = {}
+    """Returns the rows of tables, (n, dim) each, on a device. Those that are on the CPU
+    are copied there, in one copy.
+    """
+    copies = dict(rows_of_tables)
+    on_host = {n: rows for n, rows in rows_of_tables.items() if rows.is_cpu}
+    if not on_host:
+        return copies
+    rows = to_device(torch.cat(list(on_host.values())), target)
     first = 0
-    for number, table_rows in rows_of_tables.items():
+    for number, table_rows in on_host.items():
         end = first + len(table_rows)
         copies[number] = rows[first:end]
         first = end

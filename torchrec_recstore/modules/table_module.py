@@ -227,6 +227,11 @@ class TableModule(RefusesQuantization, nn.Module):
         """Whether the options of the table freeze its rows."""
         return bool(self._arguments["options"].frozen)
 
+    @property
+    def has_device_rows(self) -> bool:
+        """Whether the options of the table put rows into the memory of a device."""
+        return bool(self._arguments["options"].device_rows)
+
     def _parameter(
         self, device: torch.device | str, requires_grad: bool = True
     ) -> TableParameter:
@@ -372,6 +377,9 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
 
     fused = True
     """Backward updates the rows."""
+
+    has_device_rows = False
+    """The rows of servers are not in the memory of a device."""
 
     def __init__(
         self, table: RemoteTable, learning_rate: LearningRate, *, frozen: bool = False
