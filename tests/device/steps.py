@@ -227,6 +227,42 @@ def rows_before_backward(device: torch.device) -> Found:
     }
 
 
+def prefetched_rows(device: torch.device) -> tuple[Found, dict[str, list[int]]]:
+    """Losses and the model of the pipeline that prefetches, and the rows that each of
+    its prefetches and lookups has copied to the device.
+    """
+    model, optimizer = build(device)
+    arrivals: dict[str, list[int]] = {"prefetch": [], "training_lookup": []}
+    of_ebc = model.module.ebc.sharding_kernels
+    for kernel in [kernel for group in of_ebc for kernel in group.kernels()]:
+        for name, counts in arrivals.items():
+            _count_arrivals(kernel, name, counts)
+    pipeline = RecStorePrefetchPipeline(model, optimizer, device)
+    data = iter(list(batches(20, torch.device("cpu"), distinct=90)))
+    losses = [host(pipeline.progress(data)) for _ in range(20)]
+    return {"losses": losses, **found_in(model)}, arrivals
+
+
+def _count_arrivals(kernel: Any, method: str, counts: list[int]) -> None:
+    """Notes how many rows each call of a method of a kernel's rows on the device copies
+    there.
+    """
+    rows = kernel._group.device_rows
+    if rows is None:
+        return
+    call = getattr(rows, method)
+
+    def counted(*args: Any) -> Any:
+        with rows.lock:
+            before = sum(table.stats().device_arrivals for table in kernel.tables)
+            result = call(*args)
+            after = sum(table.stats().device_arrivals for table in kernel.tables)
+        counts.append(after - before)
+        return result
+
+    setattr(rows, method, counted)
+
+
 def _marked(get: Callable[[Tensor], Any], ids: Tensor) -> Any:
     streams.order.append(("mark", "cold read"))
     return get(ids)

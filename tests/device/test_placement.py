@@ -26,6 +26,10 @@ pytestmark = pytest.mark.skipif(
 
 ROWS = 14
 """The rows of a table on the device. Some batches need more of a table."""
+ROWS_OF_TWO_BATCHES = 56
+"""The rows of a table on the device that two batches need at most. Their ids are not all
+of them.
+"""
 EQUAL = [
     "sum",
     "mean",
@@ -60,6 +64,9 @@ def run(path: str) -> None:
         if name in DELAYED:
             with scenarios.device_rows(ROWS), streams.delays(SEED):
                 found[f"{name}, delayed"] = (on_cpu, scenario(device), len(updates))
+    on_cpu = steps.prefetched_rows(torch.device("cpu"))
+    with scenarios.device_rows(ROWS_OF_TWO_BATCHES):
+        found["prefetched"] = (on_cpu, steps.prefetched_rows(device))
     torch.save(found, path)
 
 
@@ -94,3 +101,15 @@ def test_results_are_those_of_the_cpu(name: str, found: dict[str, Any]) -> None:
     on_cpu, on_device, updates = found[name]
     assert same(as_on_cpu(on_cpu), as_on_cpu(on_device))
     assert updates
+
+
+def test_a_lookup_after_a_prefetch_copies_no_row(found: dict[str, Any]) -> None:
+    """Two groups of the pipeline, whose tables have more rows than the device."""
+    (on_cpu, _), (on_device, arrivals) = found["prefetched"]
+    assert same(as_on_cpu(on_cpu), as_on_cpu(on_device))
+    assert len(arrivals["prefetch"]) == len(arrivals["training_lookup"]) == 2 * 20
+    assert sum(arrivals["prefetch"][-10:]) > 0
+    assert sum(arrivals["training_lookup"]) == 0
+    stats = on_device["stats"].values()
+    assert any(table.device_rows < table.rows for table in stats)
+    assert sum(table.device_arrivals for table in stats) == sum(arrivals["prefetch"])
