@@ -13,6 +13,7 @@ import torch
 
 from tests.processes import run_forked_command
 from torchrec_recstore import ops
+from torchrec_recstore.kernels.routing import _mixed_by_torch
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import RecStoreConstraints
 from torchrec_recstore.store import Table
@@ -38,6 +39,7 @@ def test_the_mix_is_a_bijection() -> None:
     mixed = ops.mix_ids(ids, False)
     assert len(mixed.unique()) == len(ids)
     assert torch.equal(ops.mix_ids(mixed, True), ids)
+    assert torch.equal(_mixed_by_torch(ids), mixed)
     assert mixed[1001].item() == -5451962507482445012  # fmix64(1) = 0xb456bcfc34c2cb2c
 
 

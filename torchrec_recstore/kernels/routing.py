@@ -9,6 +9,9 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.store import Table
 
+_MIX_FACTORS = (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64)
+"""The factors of ``mix`` in csrc/base/mix.h, mod 2**64."""
+
 
 @dataclass(frozen=True)
 class BlockRouting:
@@ -70,6 +73,27 @@ class BlockRouting:
         remainder = remainder % self.world_size
         rank = torch.where(is_in_blocks, block, remainder)
         return rank == self.rank
+
+
+def mixed_ids(ids: Tensor) -> Tensor:
+    """Returns ``ids``, (N,) int64, mixed for hash routing, on their device.
+
+    They are ``ops.mix_ids(ids, False)``, whose native code reads the memory of the host.
+    """
+    return ops.mix_ids(ids, False) if ids.is_cpu else _mixed_by_torch(ids)
+
+
+def _mixed_by_torch(ids: Tensor) -> Tensor:
+    """Returns the same as ``ops.mix_ids(ids, False)``, by operators of torch."""
+    for factor in _MIX_FACTORS:
+        ids = (ids ^ _upper_bits(ids)) * factor
+    return ids ^ _upper_bits(ids)
+
+
+def _upper_bits(ids: Tensor) -> Tensor:
+    """Returns the upper 31 bits of each id, as a number from 0 on."""
+    # The shift of a negative id brings ones.
+    return (ids >> 33) & torch.full_like(ids, 2**31 - 1)
 
 
 def one_routing_each(

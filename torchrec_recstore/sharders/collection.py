@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_recstore import ops
+from torchrec_recstore.kernels.routing import mixed_ids
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import shard_options
 from torchrec_recstore.quantization import RefusesQuantization
@@ -112,7 +113,7 @@ def _needed_parts(features: Any, uses_weights: bool) -> KeyedJaggedTensor:
 def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTensor:
     """Returns ``features`` with the ids of some features mixed, for hash routing.
 
-    The features are ``names``, and ``ops.mix_ids`` mixes their ids.
+    The features are ``names``.
     """
     if not names:
         return features
@@ -121,12 +122,12 @@ def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTenso
     if not any(mixes):
         return features
     if all(mixes):
-        return _with_ids(features, ops.mix_ids(features.values(), False))
+        return _with_ids(features, mixed_ids(features.values()))
     ids_by_feature = features.values().split(features.length_per_key())
-    mixed_ids = []
+    ids_to_send = []
     for ids, mix in zip(ids_by_feature, mixes, strict=True):
-        mixed_ids.append(ops.mix_ids(ids, False) if mix else ids)
-    return _with_ids(features, torch.cat(mixed_ids))
+        ids_to_send.append(mixed_ids(ids) if mix else ids)
+    return _with_ids(features, torch.cat(ids_to_send))
 
 
 def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTensor:

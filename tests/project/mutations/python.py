@@ -9,7 +9,7 @@ PACKAGE = "torchrec_recstore"
 ROUTING = [
     Mutation(
         f"{PACKAGE}/sharders/collection.py",
-        "return _with_ids(features, ops.mix_ids(features.values(), False))",
+        "return _with_ids(features, mixed_ids(features.values()))",
         "return _with_ids(features, ops.mix_ids(features.values(), True))",
         ["tests/distributed/test_sharded_equals_unsharded.py::test_one_rank"],
         "Hash routing mixes ids with the inverse of the mix that the shards undo.",
