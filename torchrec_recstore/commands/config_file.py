@@ -69,7 +69,7 @@ def _content(path: Path) -> dict[str, Any]:
     except ModuleNotFoundError:
         raise _refusal("a file of flags needs Python 3.11 or later") from None
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise _refusal(f"{path}: {error.strerror}") from error
     except ValueError as error:

@@ -169,7 +169,8 @@ class PooledGroup(TableGroup):
         with ops.native_errors(self._label):
             with self.rows_lock:
                 ops.group_prefetch(self.handle, ids, counts)
-                if self.device_rows is not None:
+                # Updates that are accumulated run on the host.
+                if self.device_rows is not None and self.accumulation_steps == 1:
                     self.device_rows.prefetch()
             self.cold_rows.prefetch(ids, counts)
 

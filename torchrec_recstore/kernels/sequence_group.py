@@ -215,8 +215,11 @@ class SequenceGroup(TableGroup):
 
     def trains_on_device(self, to: CopyTarget | None) -> bool:
         """See ``TableGroup.trains_on_device``. Gradients are accumulated on the host."""
-        is_accumulated = any(group.accumulation_steps > 1 for group in self._groups)
-        return not is_accumulated and super().trains_on_device(to)
+        return super().trains_on_device(to) and not self._is_accumulated
+
+    @property
+    def _is_accumulated(self) -> bool:
+        return any(group.accumulation_steps > 1 for group in self._groups)
 
     def learning_rates(self, rate: float | None) -> list[float]:
         """See ``TableGroup.learning_rates``."""
@@ -232,7 +235,9 @@ class SequenceGroup(TableGroup):
         """
         for group, table_ids in self._ids_of_groups(ids, counts):
             group.prefetch(table_ids, [len(table_ids)])
-        if self.device_rows is not None and not self.frozen:
+        has_rows = self.device_rows is not None and not self._is_accumulated
+        if has_rows and not self.frozen:
+            assert self.device_rows is not None
             with ops.native_errors(self._label):
                 self.device_rows.prefetch()
 

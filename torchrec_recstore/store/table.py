@@ -601,7 +601,9 @@ class Table(AbstractContextManager["Table"]):
         pending.
         """
         ops.finish_updates()
-        with ops.native_errors(self._label):
+        no_ids = torch.empty(0, dtype=torch.int64)
+        # An evaluation on a device keeps the places of rows meanwhile.
+        with ops.native_errors(self._label), self._settled(no_ids):
             ops.table_shrink(self.handle)
 
     def snapshot(self, since: int | None = None) -> Snapshot:

@@ -256,8 +256,9 @@ class TableStats:
         device_rows: The number of rows that are also in the memory of the accelerator.
             See ``TableOptions.device_rows``.
         device_hits: The number of ids that training steps on the accelerator looked up
-            and found there.
-        device_arrivals: The number of ids whose rows these steps copied there.
+            and found there, also those that a prefetch had copied there before.
+        device_arrivals: The number of ids whose rows these steps, and prefetches,
+            copied there.
         device_written_back: The number of rows that were copied from the accelerator to
             the host, because they left the accelerator or the host needed them.
     """
