@@ -129,6 +129,7 @@ class Work:
             None,
             None,
             None,
+            self.kernels.new_sums(self.tables.kind, count, self.arena.device),
         )
 
     def gather(self) -> None:

@@ -160,7 +160,9 @@ _failing_kernel: str | None = None
 
 @contextmanager
 def failing_kernel(name: str | None) -> Iterator[None]:
-    """Lets each launch of a kernel raise RuntimeError."""
+    """Lets each launch of a kernel raise RuntimeError, and with ``new_sums``, that
+    there is no memory.
+    """
     global _failing_kernel
     _failing_kernel = name
     try:
@@ -179,6 +181,14 @@ class SimulatedKernels:
         if name not in WRITTEN:
             raise AttributeError(name)
         return partial(self._launch, name)
+
+    def new_sums(
+        self, kind: device_interface.UpdateKind, positions: int, device: torch.device
+    ) -> torch.Tensor:
+        """See ``DeviceKernels.new_sums``."""
+        if _failing_kernel == "new_sums":
+            raise torch.OutOfMemoryError("out of memory")
+        return torch.empty(1, device=device)
 
     def _launch(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name == _failing_kernel:

@@ -114,6 +114,17 @@ def test_rows_are_brought_again_after_a_failed_copy(found: dict[str, Any]) -> No
     assert same(failed["rows"], failed["plain"])
 
 
+def test_all_rows_are_brought_in_parts(found: dict[str, Any]) -> None:
+    in_parts = found["in_parts"]
+    assert len(in_parts["down"]) > 4
+    assert max(in_parts["down"]) == in_parts["most"]
+    assert same(in_parts["rows"], in_parts["plain"])
+
+
+def test_an_update_without_memory_runs_on_the_host(found: dict[str, Any]) -> None:
+    assert same(found["without_memory"]["rows"], found["without_memory"]["plain"])
+
+
 @pytest.mark.parametrize("kernel", ["scatter", "update"])
 def test_every_call_raises_after_rows_are_lost(
     kernel: str, found: dict[str, Any]

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.device import simulated, streams
 from tests.device.device_rows import bits, part
 from torchrec_recstore import LFU, TableOptions
-from torchrec_recstore.kernels import PooledGroup
+from torchrec_recstore.kernels import PooledGroup, device_moves
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.device_interface import ArenaLayout
 from torchrec_recstore.optim import RowWiseAdagrad
@@ -212,6 +212,43 @@ def failed_settle(device: torch.device) -> Found:
     return {"errors": errors, "rows": training.rows(), "plain": plain.rows()}
 
 
+def in_parts(device: torch.device) -> Found:
+    """Brings all rows to the host in parts of 20 rows."""
+    training = Training(TINY, device)
+    plain = Training(TINY, CPU)
+    for _ in range(TINY.warm_up_steps):
+        ids = training.batch()
+        training.step(ids)
+        plain.step(ids)
+    floats = device_moves.PART_FLOATS
+    layout = ArenaLayout.of(training.tables[0])
+    device_moves.PART_FLOATS = 20 * layout.stride
+    try:
+        with streams.counted() as counts:
+            rows = training.rows()
+    finally:
+        device_moves.PART_FLOATS = floats
+    part_bytes = 4 * 20 * layout.stride
+    return {
+        "down": counts.down,
+        "most": part_bytes,
+        "rows": rows,
+        "plain": plain.rows(),
+    }
+
+
+def without_memory(device: torch.device) -> Found:
+    """Trains, and has no memory for updates on the device in some of the steps."""
+    training = Training(TINY, device)
+    plain = Training(TINY, CPU)
+    for step in range(TINY.warm_up_steps):
+        ids = training.batch()
+        with simulated.failing_kernel("new_sums" if step % 3 == 1 else None):
+            training.step(ids)
+        plain.step(ids)
+    return {"rows": training.rows(), "plain": plain.rows()}
+
+
 def lost(device: torch.device) -> dict[str, list[str]]:
     """What is said after a kernel that changes rows has failed."""
     return {kernel: said_after(device, kernel) for kernel in ("scatter", "update")}
@@ -307,6 +344,8 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "all_rows": all_rows,
     "delayed": delayed,
     "failed_settle": failed_settle,
+    "in_parts": in_parts,
+    "without_memory": without_memory,
     "failures": failures,
     "lost": lost,
     "prefetches": prefetches,

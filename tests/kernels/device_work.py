@@ -281,6 +281,7 @@ class Arena:
             batch.ids if kind.is_stochastic else None,
             self.failed,
             self.skipped if kind.skips_nonfinite else None,
+            kernels.new_sums(kind, n, self.rows.device),
         )
         return Result(out, weight_grad, self.rows.clone())
 

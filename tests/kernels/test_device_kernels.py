@@ -153,6 +153,7 @@ def plain_lookup(kernels: DeviceKernels) -> dict[str, torch.Tensor]:
         None,
         None,
         None,
+        kernels.new_sums(kind, n - begin, arena.device),
     )
     copies = torch.empty((2, layout.stride))
     places = torch.tensor([8, 3], dtype=torch.int32)

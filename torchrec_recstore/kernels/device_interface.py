@@ -305,6 +305,14 @@ class DeviceKernels(Protocol):
         ``failed``, (tables + 1,) int32, becomes 1 for such a table, and at the end.
         """
 
+    def new_sums(
+        self, kind: UpdateKind, positions: int, device: torch.device
+    ) -> Tensor:
+        """Returns memory for one call of :meth:`update` with so many positions.
+
+        An update allocates nothing, because there is no way back in the middle of it.
+        """
+
     def update(
         self,
         kind: UpdateKind,
@@ -323,6 +331,7 @@ class DeviceKernels(Protocol):
         ids: Tensor | None,
         failed: Tensor | None,
         skipped: Tensor | None,
+        sums: Tensor,
     ) -> None:
         """Updates each row on the sum of its gradients, in the order of the batch.
 
@@ -333,6 +342,7 @@ class DeviceKernels(Protocol):
         rounding; None without. Nothing changes if the last element of ``failed`` is
         not 0. ``skipped``, (tables,) int64, counts the rows that are left as they are
         because their gradient is not finite; None if ``kind.skips_nonfinite`` is false.
+        ``sums`` is a result of :meth:`new_sums`.
         """
 
 

@@ -1416,6 +1416,13 @@ class TritonKernels:
             PADDED=padded,
         )
 
+    def new_sums(
+        self, kind: UpdateKind, positions: int, device: torch.device
+    ) -> Tensor:
+        """See ``DeviceKernels.new_sums``."""
+        shape = (triton.cdiv(positions, HOT_POSITIONS), _padded(kind.layout.columns))
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
     def update(
         self,
         kind: UpdateKind,
@@ -1434,6 +1441,7 @@ class TritonKernels:
         ids: Tensor | None,
         failed: Tensor | None,
         skipped: Tensor | None,
+        sums: Tensor,
     ) -> None:
         """See ``DeviceKernels.update``."""
         if begin == end:
@@ -1443,9 +1451,6 @@ class TritonKernels:
         grad_type = _type_of(grad)
         grad = _as_bits(grad)
         hot_places = triton.cdiv(end - begin, HOT_POSITIONS)
-        sums = torch.empty(
-            (hot_places, padded), dtype=torch.float32, device=arena.device
-        )
         block = min(_HOT_COLUMNS, padded)
         self.launch(
             _sum_hot,

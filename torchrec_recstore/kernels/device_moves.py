@@ -24,6 +24,10 @@ from torchrec_recstore.kernels.device_interface import DeviceKernels
 from torchrec_recstore.kernels.device_transfers import DeviceTransfers, Landing
 from torchrec_recstore.store import Table
 
+PART_FLOATS = 1 << 24
+"""The most floats of rows that are copied to the host at once, when all rows of a table
+are brought there: 64 MB of the device, and of pinned memory."""
+
 
 @dataclass
 class Staging:
@@ -111,8 +115,9 @@ class DeviceMoves:
         """Raises RuntimeError if the rows on the device are lost."""
         if self._fault is not None:
             raise RuntimeError(
-                f"tables {self._names}: a copy to the device failed earlier, so that the"
-                " rows there are lost: load the last checkpoint in a new process"
+                f"tables {self._names}: a copy to the device, or a kernel there, failed"
+                f" earlier ({type(self._fault).__name__}), so that the rows there are"
+                " lost: load the last checkpoint in a new process"
             ) from self._fault
 
     def abort(self) -> None:
@@ -126,11 +131,34 @@ class DeviceMoves:
             self._landing = None
 
     def bring(self, dirty: Mapping[int, Tensor]) -> None:
-        """Copies rows to the host, all of them in one copy, and writes them.
+        """Copies rows to the host, in parts of up to ``PART_FLOATS``, and writes them.
 
         Args:
             dirty: The dirty device slots of some tables, by the number of the table.
         """
+        for part in self._parts(dirty):
+            self._bring(part)
+
+    def _parts(self, dirty: Mapping[int, Tensor]) -> Iterator[dict[int, Tensor]]:
+        """Splits the device slots of some tables into parts of a bounded size."""
+        part: dict[int, Tensor] = {}
+        room = PART_FLOATS
+        for number, stride in zip(self._order, self._strides, strict=True):
+            if number not in dirty or len(dirty[number]) == 0:
+                continue
+            for slots in torch.split(dirty[number], max(1, PART_FLOATS // stride)):
+                floats = len(slots) * stride
+                if part and floats > room:
+                    yield part
+                    part = {}
+                    room = PART_FLOATS
+                part[number] = slots
+                room -= floats
+        if part:
+            yield part
+
+    def _bring(self, dirty: Mapping[int, Tensor]) -> None:
+        """Copies rows to the host, all of them in one copy, and writes them."""
         counts = []
         slots = []
         for number, first in zip(self._order, self._firsts, strict=True):
@@ -138,8 +166,6 @@ class DeviceMoves:
             counts.append(0 if table_slots is None else len(table_slots))
             if table_slots is not None:
                 slots.append(table_slots + first)
-        if sum(counts) == 0:
-            return
         sent = self._transfers.up({"slots": torch.cat(slots)})
         landing = self._send_down(counts, sent.parts["slots"])
         rows = self._by_table(landing.wait(), counts)

@@ -102,6 +102,8 @@ class PreparedUpdate:
     tables: Tensor
     keys: Tensor
     order: Tensor
+    sums: list[Tensor]
+    """The memory of the kernels, by arena."""
     failed: Tensor | None = None
     """(tables + 1,) int32, if a table has ``nonfinite="raise"``."""
     failed_on_host: Arriving | None = None
@@ -212,6 +214,9 @@ class Passes:
             tables,
         )
         keys, order = self._kernels.sort(batch.slots)
+        sums = []
+        for arena, count in zip(self._arenas.all, batch.packed.positions, strict=True):
+            sums.append(self._kernels.new_sums(arena.kind, count, self._device))
         return PreparedUpdate(
             grad=grad.contiguous(),
             numbers=numbers,
@@ -221,6 +226,7 @@ class Passes:
             tables=tables,
             keys=keys,
             order=order,
+            sums=sums,
         )
 
     def check_finite(self, batch: DevicePass, update: PreparedUpdate) -> None:
@@ -267,7 +273,9 @@ class Passes:
         """
         # Numbers below 0, of positions without a device slot, come first.
         begin = len(batch.slots) - sum(batch.packed.positions)
-        for arena, count in zip(self._arenas.all, batch.packed.positions, strict=True):
+        for arena, count, sums in zip(
+            self._arenas.all, batch.packed.positions, update.sums, strict=True
+        ):
             self._kernels.update(
                 arena.kind,
                 arena.rows,
@@ -285,5 +293,6 @@ class Passes:
                 batch.ids if arena.kind.is_stochastic else None,
                 update.failed,
                 skipped if arena.kind.skips_nonfinite else None,
+                sums,
             )
             begin += count

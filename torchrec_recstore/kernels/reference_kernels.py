@@ -161,6 +161,12 @@ class ReferenceKernels:
                 _flat(grad), segments, columns, INTEGERS, integers, failed
             )
 
+    def new_sums(
+        self, kind: UpdateKind, positions: int, device: torch.device
+    ) -> Tensor:
+        """See ``DeviceKernels.new_sums``."""
+        return torch.empty(0, device=device)
+
     def update(
         self,
         kind: UpdateKind,
@@ -179,6 +185,7 @@ class ReferenceKernels:
         ids: Tensor | None,
         failed: Tensor | None,
         skipped: Tensor | None,
+        sums: Tensor,
     ) -> None:
         """See ``DeviceKernels.update``."""
         names, values = _fields(kind.layout)
