@@ -125,6 +125,12 @@ def test_an_update_without_memory_runs_on_the_host(found: dict[str, Any]) -> Non
     assert same(found["without_memory"]["rows"], found["without_memory"]["plain"])
 
 
+def test_the_last_table_that_closes_frees_the_arena(found: dict[str, Any]) -> None:
+    *before, last = found["floats_after_closing"]
+    assert min(before) > 0
+    assert last == 0
+
+
 @pytest.mark.parametrize("kernel", ["scatter", "update"])
 def test_every_call_raises_after_rows_are_lost(
     kernel: str, found: dict[str, Any]

@@ -249,6 +249,19 @@ def without_memory(device: torch.device) -> Found:
     return {"rows": training.rows(), "plain": plain.rows()}
 
 
+def floats_after_closing(device: torch.device) -> list[int]:
+    """The floats of the arena after each table has been closed."""
+    training = Training(TINY, device)
+    training.step(training.batch())
+    on_device = training.group.device_rows
+    assert on_device is not None
+    floats = []
+    for table in training.tables:
+        table.close()
+        floats.append(sum(arena.rows.numel() for arena in on_device._arenas.all))
+    return floats
+
+
 def lost(device: torch.device) -> dict[str, list[str]]:
     """What is said after a kernel that changes rows has failed."""
     return {kernel: said_after(device, kernel) for kernel in ("scatter", "update")}
@@ -344,6 +357,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "all_rows": all_rows,
     "delayed": delayed,
     "failed_settle": failed_settle,
+    "floats_after_closing": floats_after_closing,
     "in_parts": in_parts,
     "without_memory": without_memory,
     "failures": failures,

@@ -112,6 +112,8 @@ class DeviceRows:
         """The group, if nothing else keeps it as long as its tables."""
         self._lookups = lookups
         self._tables = list(tables)
+        self._open = {table.name for table in tables}
+        """The names of the tables that are not closed."""
         self._learning_rates = learning_rates
         self._transfers = DeviceTransfers(device)
         self._arenas = Arenas(tables, self._transfers.new_arena, rows)
@@ -407,6 +409,18 @@ class DeviceRows:
             self._moves.check()
             self._moves.land()
             self._moves.bring(dict(enumerate(ops.device_dirty_of_pass(context))))
+
+    def leave(self, table: Table) -> None:
+        """Frees the arenas with the last table that closes.
+
+        Groups and their tables refer to each other, so that the memory of the device
+        would otherwise wait for Python's garbage collector.
+        """
+        with self.lock:
+            self._open.discard(table.name)
+            if not self._open:
+                for arena in self._arenas.all:
+                    arena.rows = arena.rows.new_empty((0, arena.layout.stride))
 
     def _settings(self, rates: Sequence[float]) -> Settings:
         settings = ops.device_settings(

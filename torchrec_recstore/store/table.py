@@ -69,6 +69,9 @@ class RowsOnDevice(Protocol):
     def count_skipped(self) -> None:
         """Completes the tables' counts of rows whose gradients were not finite."""
 
+    def leave(self, table: Table) -> None:
+        """Is called when a table has been closed."""
+
 
 PART_ROWS = 1 << 16
 """The rows that :meth:`Table.parts` reads, and :meth:`Table.write` writes, at once: it
@@ -938,6 +941,8 @@ class Table(AbstractContextManager["Table"]):
             self.flush()
         self._free_rows()
         self._free_store()
+        if self.device_rows is not None:
+            self.device_rows.leave(self)
 
     def __len__(self) -> int:
         if self.tier.shared:
