@@ -24,14 +24,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
-def test_a_crash_changes_nothing(sharding_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sharding_type", "routing"),
+    [("table_wise", "block"), ("row_wise", "block"), ("row_wise", "hash")],
+)
+def test_a_crash_changes_nothing(
+    sharding_type: str, routing: str, tmp_path: Path
+) -> None:
     for phase in ("cpu", "before", "after"):
         run_on_ranks(
             two_ranks.RANKS,
             partial(
                 two_ranks.train,
                 sharding_type=sharding_type,
+                routing=routing,
                 path=str(tmp_path),
                 phase=phase,
             ),

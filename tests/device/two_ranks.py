@@ -5,7 +5,7 @@ with rows there.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,14 @@ def features(step: int, rank: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["u", "i", "j"], values=spread, lengths=lengths)
 
 
-def build(device: torch.device, sharding_type: str) -> Any:
+def build(
+    device: torch.device, sharding_type: str, routing: Literal["block", "hash"]
+) -> Any:
     module = EmbeddingBagCollection(bag_tables(), device=META)
     rows = None if device.type == "cpu" else ROWS
-    options = TableOptions(max_rows=MOST, eviction=LRU(), device_rows=rows)
+    options = TableOptions(
+        max_rows=MOST, eviction=LRU(), device_rows=rows, routing=routing
+    )
     constraint = RecStoreConstraints(sharding_types=[sharding_type], options=options)
     planner = RecStorePlanner(
         topology=Topology(world_size=RANKS, compute_device="cpu"),
@@ -81,13 +85,19 @@ def steps(model: Any, device: torch.device, rank: int, numbers: range) -> list[A
 
 
 def train(
-    rank: int, world_size: int, *, sharding_type: str, path: str, phase: str
+    rank: int,
+    world_size: int,
+    *,
+    sharding_type: str,
+    routing: Literal["block", "hash"],
+    path: str,
+    phase: str,
 ) -> None:
     """One phase: ``cpu`` trains to the end, ``before`` and ``after`` a crash train on
     the device.
     """
     device = torch.device("cpu") if phase == "cpu" else simulated.register()
-    model = build(device, sharding_type)
+    model = build(device, sharding_type, routing)
     folder = Path(path)
     if phase == "before":
         seen = steps(model, device, rank, range(SAVED))
