@@ -26,7 +26,7 @@ from tests.redis_server import free_port
 
 from .pages import Block
 
-TIMEOUT_S = 120
+TIMEOUT_S = 260
 
 
 class Missing(Exception):

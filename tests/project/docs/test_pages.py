@@ -38,7 +38,7 @@ SLOW = {
 ``test_what_blocks_import_is_there`` looks at these pages too.
 """
 
-TIMEOUT_S = 200
+TIMEOUT_S = 280
 
 
 @pytest.mark.parametrize(
