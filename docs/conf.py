@@ -36,7 +36,10 @@ napoleon_custom_sections = [("Source", "notes_style")]
 # because a build has no network.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|torchrec|fbgemm_gpu|collections|contextlib|os|typing|pathlib)\..*"),
+    (
+        r"py:.*",
+        r"(torch|torchrec|fbgemm_gpu|collections|contextlib|os|typing|pathlib)\..*",
+    ),
     (r"py:.*", r"ParameterSharding|PlannerError|SafetensorError|Tensor"),
     # Signatures contain these types, which only the package itself makes.
     (
