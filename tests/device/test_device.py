@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import checks, row_kernels, scenarios, simulated, steps, streams
+from tests.device.results import results_of
 from tests.device.streams import same
 
 pytestmark = pytest.mark.skipif(
@@ -60,15 +60,7 @@ def run(names: list[str], path: str) -> None:
 
 
 def found_by(names: list[str], folder: Path) -> dict[str, tuple[Any, Any, int]]:
-    process = mp.get_context("spawn").Process(
-        target=run, args=(names, str(folder / "found"))
-    )
-    process.start()
-    process.join(280)
-    assert process.exitcode == 0
-    found: dict[str, tuple[Any, Any, int]] = torch.load(
-        folder / "found", weights_only=False
-    )
+    found: dict[str, tuple[Any, Any, int]] = results_of(run, folder / "found", names)
     return found
 
 

@@ -4,16 +4,15 @@ mixture of passes on the device and on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import device_rows, simulated, streams
+from tests.device.results import results_of, run_in_process
 from torchrec_recstore import SGD
 from torchrec_recstore.kernels import PooledGroup, SequenceGroup
 from torchrec_recstore.kernels.device_copies import CopyTarget
@@ -54,16 +53,9 @@ def run(names: list[str], path: str) -> None:
     torch.save(found, path)
 
 
-def run_in_process(program: Callable[..., None], *arguments: Any) -> None:
-    process = mp.get_context("spawn").Process(target=program, args=arguments)
-    process.start()
-    process.join(1200)
-    assert process.exitcode == 0
-
-
 def found_by(names: list[str], path: Path) -> dict[str, tuple[Any, Any]]:
-    run_in_process(run, names, str(path))
-    return load(path)
+    found: dict[str, tuple[Any, Any]] = results_of(run, path, names, timeout_s=1200)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +66,6 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     return found_by(SLOW, tmp_path_factory.mktemp("device_rows") / "slow")
-
-
-def load(path: Path) -> dict[str, tuple[Any, Any]]:
-    loaded: dict[str, tuple[Any, Any]] = torch.load(path, weights_only=False)
-    return loaded
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ to the bit to those on the CPU.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 import torch.utils.backend_registration
 
 from tests.device import eager_rows, simulated, streams
+from tests.device.results import results_of
 from tests.device.test_device import same
-from tests.device.test_device_rows import run_in_process
 
 pytestmark = pytest.mark.skipif(
     not hasattr(
@@ -45,13 +44,8 @@ def run(path: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("eager_rows") / "found"
-    run_in_process(run, str(path))
-    return load(path)
-
-
-def load(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(path, weights_only=False)
-    return loaded
+    results: dict[str, Any] = results_of(run, path)
+    return results
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,17 @@ those of the CPU, to the bit, and they are not if tables do not settle first.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import host_roads, scenarios, simulated, streams
+from tests.device.results import results_of
 from tests.device.streams import same
-from tests.device.test_placement import ROWS, as_on_cpu, load
+from tests.device.test_placement import ROWS, as_on_cpu
 
 pytestmark = pytest.mark.skipif(
     not hasattr(
@@ -51,11 +50,8 @@ def run(path: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("roads") / "found"
-    process = mp.get_context("spawn").Process(target=run, args=(str(path),))
-    process.start()
-    process.join(280)
-    assert process.exitcode == 0
-    return load(Path(path))
+    results: dict[str, Any] = results_of(run, path)
+    return results
 
 
 @pytest.mark.parametrize("name", host_roads.ROADS)

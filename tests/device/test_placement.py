@@ -4,16 +4,15 @@ bit to those on the CPU.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import device_rows, scenarios, simulated, steps, streams
+from tests.device.results import results_of
 from tests.device.streams import same
 from torchrec_recstore import TableStats
 
@@ -73,16 +72,8 @@ def run(path: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("placement") / "found"
-    process = mp.get_context("spawn").Process(target=run, args=(str(path),))
-    process.start()
-    process.join(280)
-    assert process.exitcode == 0
-    return load(path)
-
-
-def load(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(path, weights_only=False)
-    return loaded
+    results: dict[str, Any] = results_of(run, path)
+    return results
 
 
 def as_on_cpu(value: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.utils.backend_registration
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -20,6 +19,7 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.device import scenarios, simulated
+from tests.device.results import results_of
 from torchrec_recstore import (
     RecStoreConstraints,
     RecStoreEmbeddingCollectionSharder,
@@ -153,12 +153,8 @@ def run(path: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path: Path = tmp_path_factory.mktemp("planned") / "found"
-    process = mp.get_context("spawn").Process(target=run, args=(str(path),))
-    process.start()
-    process.join(280)
-    assert process.exitcode == 0
-    bytes_by_case: dict[str, Any] = torch.load(path, weights_only=False)
-    return bytes_by_case
+    results: dict[str, Any] = results_of(run, path)
+    return results
 
 
 @pytest.mark.parametrize("case", [*CASES, "mtia"])

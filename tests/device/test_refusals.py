@@ -4,13 +4,11 @@ tables with and without rows there work together.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.utils.backend_registration
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -20,6 +18,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from tests.device import simulated
 from tests.device.device_rows import as_on_cpu
+from tests.device.results import results_of
 from tests.device.scenarios import META, bag_tables, batches, host, trained
 from tests.device.streams import same
 from torchrec_recstore import (
@@ -131,16 +130,8 @@ def run(path: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("refusals") / "found"
-    process = mp.get_context("spawn").Process(target=run, args=(str(path),))
-    process.start()
-    process.join(280)
-    assert process.exitcode == 0
-    return load(path)
-
-
-def load(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(path, weights_only=False)
-    return loaded
+    results: dict[str, Any] = results_of(run, path)
+    return results
 
 
 @pytest.mark.parametrize("name", REFUSED)

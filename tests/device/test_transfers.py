@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
 from tests.device import simulated, transfers
+from tests.device.results import results_of
 from tests.device.streams import Counts, same
-from tests.device.test_device_rows import load
 
 pytestmark = pytest.mark.skipif(
     not hasattr(
@@ -45,15 +44,8 @@ def run_full(path: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("transfers") / "found"
-    _in_process(run, path)
-    return load(path)
-
-
-def _in_process(target: Any, path: Path) -> None:
-    process = mp.get_context("spawn").Process(target=target, args=(str(path),))
-    process.start()
-    process.join(580)
-    assert process.exitcode == 0
+    results: dict[str, Any] = results_of(run, path, timeout_s=580)
+    return results
 
 
 def test_a_step_copies_twice_up_and_once_down(found: dict[str, Any]) -> None:
@@ -178,9 +170,8 @@ def test_bytes_of_a_step_of_26_tables(tmp_path: Path) -> None:
     """Zipf 1.05, a batch of 8,192, 26 tables of a million ids, 10 % of the rows on the
     device: 55 MB up and 55 MB down without device rows.
     """
-    path = tmp_path / "found"
-    _in_process(run_full, path)
-    steps: list[Counts] = load(path)["steps"]  # type: ignore[assignment]
+    full = results_of(run_full, tmp_path / "found", timeout_s=580)
+    steps: list[Counts] = full["steps"]
     up = sum(sum(counts.up) for counts in steps) / len(steps)
     down = sum(sum(counts.down) for counts in steps) / len(steps)
     assert transfers.FULL_TABLES * up <= 8.5e6
