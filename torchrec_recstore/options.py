@@ -782,9 +782,15 @@ def shard_options(
 
 def _with_fewer_device_rows(options: TableOptions) -> TableOptions:
     """Returns the options with at most ``max_rows`` device rows."""
-    if options.max_rows is None or options.device_rows is None:
+    if options.device_rows is None:
         return options
-    return replace(options, device_rows=min(options.device_rows, options.max_rows))
+    return replace(options, device_rows=device_rows_of(options))
+
+
+def device_rows_of(options: TableOptions) -> int:
+    """Returns the ``device_rows`` of a table, which are at most its ``max_rows``."""
+    rows = options.device_rows or 0
+    return rows if options.max_rows is None else min(rows, options.max_rows)
 
 
 def resident_rows(options: TableOptions, num_embeddings: int | None) -> int:

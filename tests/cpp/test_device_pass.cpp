@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "lookup/device_moves.h"
 #include "lookup/device_pass.h"
 #include "lookup/find.h"
 #include "snapshot/snapshot.h"
@@ -111,7 +112,7 @@ struct Side {
         std::copy_n(up.data() + static_cast<int64_t>(i) * stride, stride, device_row(t, plan.targets[i]));
       }
     }
-    pass.commit_plan();
+    commit_moves(pass.group().tables);
   }
 };
 
@@ -183,7 +184,7 @@ class Run {
       if (random_() % 8 != 0) {
         side_.carry_out(*pair.pass);
       } else {  // a copy fails
-        pair.pass->abort_plan();
+        abort_moves(pair.pass->group().tables);
         pair.slots.clear();
       }
     }
@@ -352,7 +353,7 @@ void test_moves() {
   std::vector<int32_t> slots(kOnDevice);
   std::vector<int64_t> staged{0};
   CHECK(pass->plan_on_device({0}, {0}, staged, slots.data()));
-  pass->commit_plan();
+  commit_moves(pass->group().tables);
   pass->updated_on_device(serial);
   pass.reset();  // the slots of removed rows would wait for it
   // The index has a random seed, so that any row can have a low slot, from which it does not move.
@@ -400,7 +401,7 @@ void test_staged_rows() {
   std::vector<int32_t> numbers(5);
   std::vector<int64_t> staged{3};
   CHECK(pass->plan_on_device({10}, {0}, staged, numbers.data()));
-  pass->commit_plan();
+  commit_moves(pass->group().tables);
   CHECK(numbers == (std::vector<int32_t>{-5, 10, -6, -5, 11}));
   CHECK(pass->refused_ids() == (std::vector<std::vector<int64_t>>{{7, 8}}));
   CHECK(staged[0] == 5);
@@ -453,7 +454,7 @@ void test_refusals() {
   CHECK_THROWS(table->make_device_slots(2), InvalidArgument);
   CHECK_THROWS(pass->plan_on_device({}, {}, staged, slots.data()), InvalidArgument);
   CHECK(pass->plan_on_device({5}, {0}, staged, slots.data()) && slots[0] == 5 && slots[1] == 6 && slots[2] == 5);
-  pass->commit_plan();
+  commit_moves(pass->group().tables);
   CHECK_THROWS(pass->plan_on_device({5}, {0}, staged, slots.data()), InvalidArgument);  // once
   const float row[8] = {};
   CHECK_THROWS(land(*table, row, 1), InvalidArgument);

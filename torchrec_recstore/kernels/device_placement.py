@@ -12,6 +12,7 @@ import torch
 
 from torchrec_recstore.kernels.pooled_group import PooledGroup
 from torchrec_recstore.kernels.sequence_group import SequenceGroup
+from torchrec_recstore.options import device_rows_of
 from torchrec_recstore.store import Table
 
 _ON_HOST = ("cpu", "meta")
@@ -34,7 +35,7 @@ def put_asked_rows_on_device(
     """
     if device is None or device.type in _ON_HOST:
         return
-    rows = [_device_rows(table) for table in tables]
+    rows = [device_rows_of(table.options) for table in tables]
     asked = [table.name for table in tables if table.options.device_rows]
     if not asked:
         return
@@ -51,13 +52,6 @@ def put_asked_rows_on_device(
                 " device_rows=0"
             )
     group.put_on_device(_with_index(device), rows)
-
-
-def _device_rows(table: Table) -> int:
-    """Returns the ``device_rows`` of a table, which are at most its ``max_rows``."""
-    rows = table.options.device_rows or 0
-    most = table.options.max_rows
-    return rows if most is None else min(rows, most)
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -30,7 +30,7 @@ from torchrec.modules.embedding_configs import (
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.optim import Optimizer, state_bytes, without_state
-from torchrec_recstore.options import LEFT_ID_BYTES, TableOptions
+from torchrec_recstore.options import LEFT_ID_BYTES, TableOptions, device_rows_of
 from torchrec_recstore.planner.constraints import planned_options, planned_rows
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.planner.traffic import (
@@ -173,7 +173,7 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             hbm = io_storage.hbm
             ddr = io_storage.ddr
             if topology_of(self).compute_device != "cpu":
-                device_rows = device_rows_of(options, option, shard)
+                device_rows = device_rows_of_shard(options, option, shard)
                 row_on_device = device_row_bytes(option, columns, optimizer)
                 hbm += device_rows * row_on_device
                 ddr += device_slot_bytes(device_rows, shard_rows)
@@ -183,12 +183,12 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             shard.storage = Storage(hbm=hbm, ddr=ddr)
 
 
-def device_rows_of(options: TableOptions, option: ShardingOption, shard: Shard) -> int:
+def device_rows_of_shard(
+    options: TableOptions, option: ShardingOption, shard: Shard
+) -> int:
     """Returns the number of ``device_rows`` of a shard."""
-    device_rows = options.device_rows or 0
-    if options.max_rows is not None:
-        device_rows = min(device_rows, options.max_rows)
-    return ceil_div(device_rows * shard.size[0], option.tensor.shape[0])
+    rows = device_rows_of(options) * shard.size[0]
+    return ceil_div(rows, option.tensor.shape[0])
 
 
 def device_slot_bytes(device_rows: int, rows: int) -> int:

@@ -172,18 +172,6 @@ std::vector<bool> Pass::plan_refresh() {
   return counts;
 }
 
-void Pass::commit_plan() {
-  const auto locks = group_->lock();
-  for (const auto& table : group_->tables) device_slots(*table).commit();
-}
-
-void Pass::abort_plan() noexcept {
-  const auto locks = group_->lock_even_closed();
-  for (const auto& table : group_->tables) {
-    if (table->device() != nullptr) table->device()->abort();
-  }
-}
-
 void Pass::updated_on_device(Executor& executor) {
   const auto locks = group_->lock();
   for (size_t t = 0; t < on_device_.size(); ++t) {

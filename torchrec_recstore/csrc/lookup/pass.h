@@ -62,10 +62,8 @@ class Pass final : public PendingPass {
   // The ids, by table, whose initial rows the plan has added to the staging, each once and in their order there.
   const std::vector<std::vector<int64_t>>& refused_ids() const { return refused_ids_; }
   // Plans that the stale rows of this pass are copied to the device again. Returns for each table whether it counts the
-  // update; it does not if its rows were exchanged after the forward.
+  // update; it does not if its rows were exchanged after the forward. commit_moves() and abort_moves() end both plans.
   std::vector<bool> plan_refresh();
-  void commit_plan();
-  void abort_plan() noexcept;
   // Notes that the device has updated the rows: their marks, their step, and the count of updates.
   void updated_on_device(Executor& executor);
   // The output of a pass that has begun without one, from the rows of the host. out: (bags, columns).

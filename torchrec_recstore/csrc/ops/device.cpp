@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "lookup/device_moves.h"
 #include "lookup/device_pass.h"
 #include "lookup/find.h"
 #include "ops/registry.h"
@@ -53,7 +54,7 @@ void table_make_device_slots(int64_t table, int64_t slots) {
 }
 
 void abort_plans(const std::vector<std::shared_ptr<Pass>>& all, size_t n) {
-  for (size_t i = 0; i < n; ++i) all[i]->abort_plan();
+  for (size_t i = 0; i < n; ++i) abort_moves(all[i]->group().tables);
 }
 
 // The entries of one pass in an array with an entry for each table of all passes.
