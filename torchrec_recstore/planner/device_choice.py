@@ -58,9 +58,9 @@ def chosen_device_rows(
     """Returns the ``device_rows`` of the tables of a plan for GPUs whose options leave
     them open, by the path of the collection and the name of the table.
 
-    A table gets ``HOT_PART`` of its rows if at least ``LEAST_HOT_SHARE`` of the ids of
-    a batch were measured to be among them, and if they fit into half of the memory
-    that the plan leaves on each of its ranks. Tables with a larger share come first.
+    A table gets one in ``HOT_PART`` of its rows if at least ``LEAST_HOT_SHARE`` of the
+    ids of a batch were measured to be among them, and if they fit into half of the
+    memory that the plan leaves on each of its ranks. Tables with a larger share come first.
     The storage of the shards in the plan then has the rows.
 
     The sharders are by ``option.module_type_key``.
