@@ -1,5 +1,9 @@
 # Each target builds everything that it needs. A second call builds only what has changed.
 
+# With this variable, which images of containers often set, each of a thousand processes of the tests would compile every
+# module that it imports: an import of TorchRec then takes three times as long.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 ARM_CXX ?= aarch64-linux-gnu-g++
 ARM_RUN ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
