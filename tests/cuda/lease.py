@@ -365,7 +365,7 @@ class _SleepingStreams(device_copies.DeviceStreams):
         every = (self.current(), self.up_stream, self.down_stream, self.side_stream)
         for stream in every:
             if random.random() < 0.3:
-                with stream:
+                with self.entered(stream):
                     torch.cuda._sleep(random.randrange(_MOST_CYCLES))
         return super().event()
 

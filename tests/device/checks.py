@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -57,12 +58,12 @@ class Program:
 
     def read_aside(self, row: int = 0) -> None:
         assert self.tensor is not None
-        with self.streams.side_stream:
+        with self.streams.entered(self.streams.side_stream):
             self.buffer.copy_(self.tensor[row], non_blocking=True)
 
     def write_aside(self, row: int = 0) -> None:
         assert self.tensor is not None
-        with self.streams.side_stream:
+        with self.streams.entered(self.streams.side_stream):
             self.tensor[row].copy_(self.buffer, non_blocking=True)
 
     def read(self, row: int = 0) -> None:
@@ -249,14 +250,22 @@ def streams_of_torch(device: torch.device) -> list[str]:
     event = of_torch.event()
     event.record(of_torch.current())
     of_torch.side_stream.wait_event(event)
-    with of_torch.side_stream:
+    with of_torch.entered(of_torch.side_stream):
         event.record(of_torch.side_stream)
+        # Groups of several threads enter the same stream at the same time.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(_enter, of_torch).result()
     return [
         str(
             isinstance(event, torch.Event)
             and isinstance(of_torch.current(), torch.Stream)
         )
     ]
+
+
+def _enter(of_torch: device_copies.DeviceStreams) -> None:
+    with of_torch.entered(of_torch.side_stream):
+        of_torch.event().record(of_torch.side_stream)
 
 
 def failing_updates(device: torch.device) -> list[str]:

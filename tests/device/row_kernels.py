@@ -73,10 +73,10 @@ class Work:
         shape = (3, self.tables.layout.stride)
         self.staged = torch.ones(shape).to(device)
         self.gathered = torch.empty(shape, device=device)
-        of_device = streams.DeviceStreams(device)
-        self.landed = of_device.pinned(shape, torch.float32)
-        self.compute = of_device.current()
-        self.upward = of_device.side_stream
+        self.streams = streams.DeviceStreams(device)
+        self.landed = self.streams.pinned(shape, torch.float32)
+        self.compute = self.streams.current()
+        self.upward = self.streams.side_stream
         self.downward = streams.new_stream("down")
         self.compute.synchronize()
 
@@ -133,15 +133,15 @@ class Work:
         )
 
     def gather(self) -> None:
-        with self.upward:
+        with self.streams.entered(self.upward):
             self.kernels.gather(self.arena, self.victims, self.gathered)
 
     def scatter(self) -> None:
-        with self.upward:
+        with self.streams.entered(self.upward):
             self.kernels.scatter(self.arena, self.victims, self.staged)
 
     def land(self) -> None:
-        with self.downward:
+        with self.streams.entered(self.downward):
             self.landed.copy_(self.gathered, non_blocking=True)
 
     def compute_waits(self) -> None:

@@ -145,13 +145,6 @@ class Stream:
             order.append(("synchronize", self.name))
             _host_waits(dict(self.clock))
 
-    def __enter__(self) -> Stream:
-        _local.stack = [*_stack(), self]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _local.stack = _stack()[:-1]
-
 
 class Event:
     """An event: the point of a stream where it was last recorded."""
@@ -558,6 +551,14 @@ class DeviceStreams:
 
     def current(self) -> Stream:
         return _stream()
+
+    @contextmanager
+    def entered(self, stream: Stream) -> Iterator[None]:
+        _local.stack = [*_stack(), stream]
+        try:
+            yield
+        finally:
+            _local.stack = _stack()[:-1]
 
     def event(self) -> Event:
         return Event()

@@ -14,8 +14,8 @@ Tests: tests/device/test_device.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -48,6 +48,24 @@ class DeviceStreams:
     def current(self) -> Any:
         """Returns the current stream of this thread."""
         return torch.accelerator.current_stream(self._device)
+
+    @contextmanager
+    def entered(self, stream: Any) -> Iterator[None]:
+        """Makes a stream the current one of this thread, and its device the current
+        device.
+
+        ``with stream`` keeps in the stream itself what was current before, and threads
+        share the streams of a device. Before torch's pull request 176568, a second
+        thread could not enter a stream that the first one had entered.
+        """
+        device_index = torch.accelerator.current_device_index()
+        before = self.current()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(device_index)
 
     def event(self) -> Any:
         """Returns a new event."""
@@ -98,7 +116,7 @@ class Arriving:
             tensor_is_ready.record(stream)
             stream = streams.side_stream
             stream.wait_event(tensor_is_ready)
-        with stream if beside_current else nullcontext():
+        with streams.entered(stream) if beside_current else nullcontext():
             self._host.copy_(self._source, non_blocking=True)
         self._arrived = streams.event()
         self._arrived.record(stream)

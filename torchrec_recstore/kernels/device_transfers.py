@@ -90,8 +90,8 @@ class DeviceTransfers:
                 ``PackedUp.memory``.
         """
         stream = self._streams.current()
-        # A stream of torch also selects its device for the kernels of this thread.
-        with stream:
+        # This also selects the device for the kernels of this thread.
+        with self._streams.entered(stream):
             up_is_done = self._streams.event()
             up_is_done.record(self._streams.up_stream)
             stream.wait_event(up_is_done)
@@ -116,14 +116,14 @@ class DeviceTransfers:
     def moving_rows(self) -> Iterator[None]:
         """Runs kernels of U that move rows into and out of arenas."""
         stream = self._streams.up_stream
-        with stream:
+        with self._streams.entered(stream):
             if self._last_use is not None:
                 stream.wait_event(self._last_use)
             yield
 
     def copied_up(self, staged: Tensor) -> Tensor:
         """Returns a copy on the device of a tensor in pinned memory."""
-        with self._streams.up_stream:
+        with self._streams.entered(self._streams.up_stream):
             copy = torch.empty(staged.shape, dtype=staged.dtype, device=self.device)
             if staged.numel():
                 copy.copy_(staged, non_blocking=True)
@@ -153,7 +153,7 @@ class DeviceTransfers:
         stream.wait_event(gathered)
         self._streams.keep(rows, stream)
         landed = self.pinned(rows.shape, rows.dtype)
-        with stream:
+        with self._streams.entered(stream):
             landed.copy_(rows, non_blocking=True)
         arrived = self._streams.event()
         arrived.record(stream)
