@@ -273,8 +273,19 @@ def _reporting(base: Any, recorded: list[str]) -> Any:
             arguments: Sequence[Any],
             *,
             warps: int,
+            compile_only: bool = False,
             **constants: int,
         ) -> None:
+            if compile_only:
+                super().launch(
+                    kernel,
+                    grid,
+                    arguments,
+                    warps=warps,
+                    compile_only=True,
+                    **constants,
+                )
+                return
             compiled = kernel[grid](
                 *arguments, num_warps=warps, enable_fp_fusion=False, **constants
             )

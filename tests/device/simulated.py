@@ -160,8 +160,8 @@ _failing_kernel: str | None = None
 
 @contextmanager
 def failing_kernel(name: str | None) -> Iterator[None]:
-    """Lets each launch of a kernel raise RuntimeError, and with ``new_sums``, that
-    there is no memory.
+    """Lets each launch of a kernel raise RuntimeError, or only ``"compiling NAME"``, and
+    with ``new_sums``, that there is no memory.
     """
     global _failing_kernel
     _failing_kernel = name
@@ -191,6 +191,10 @@ class SimulatedKernels:
         return torch.empty(1, device=device)
 
     def _launch(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("compile_only", False):
+            if _failing_kernel == f"compiling {name}":
+                raise RuntimeError(f"the kernel {name} was not compiled")
+            return None
         if name == _failing_kernel:
             raise RuntimeError(f"the kernel {name} has failed")
         kernel = getattr(self._reference, name)

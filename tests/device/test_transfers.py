@@ -134,6 +134,15 @@ def test_every_call_raises_after_rows_are_lost(
         assert "load the last checkpoint in a new process" in message
 
 
+@pytest.mark.parametrize("kernel", ["scatter", "update"])
+def test_a_kernel_that_is_not_compiled_loses_no_row(
+    kernel: str, found: dict[str, Any]
+) -> None:
+    result = found["not_compiled"][kernel]
+    assert result["message"] == f"the kernel {kernel} was not compiled"
+    assert same(result["rows"], result["plain"])
+
+
 @pytest.mark.parametrize("options", ["unlimited", "bounded"])
 def test_prefetched_rows_change_no_result(options: str, found: dict[str, Any]) -> None:
     plain, on_device = found["prefetches"][options]

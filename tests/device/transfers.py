@@ -267,6 +267,34 @@ def lost(device: torch.device) -> dict[str, list[str]]:
     return {kernel: said_after(device, kernel) for kernel in ("scatter", "update")}
 
 
+def not_compiled(device: torch.device) -> dict[str, Found]:
+    """What a step says if a kernel that changes rows cannot be compiled, and the rows
+    after the steps that follow.
+    """
+    results = {}
+    for kernel in ("scatter", "update"):
+        training = Training(TINY, device)
+        plain = Training(TINY, CPU)
+        first = training.batch()
+        with simulated.failing_kernel(f"compiling {kernel}"):
+            try:
+                training.step(first)
+                message = "nothing"
+            except RuntimeError as error:
+                message = str(error)
+        # The lookup has counted the ids, whether or not it has returned.
+        plain.forward(plain.batch())
+        for _ in range(TINY.steps):
+            training.step(training.batch())
+            plain.step(plain.batch())
+        results[kernel] = {
+            "message": message,
+            "rows": training.rows(),
+            "plain": plain.rows(),
+        }
+    return results
+
+
 def said_after(device: torch.device, kernel: str) -> list[str]:
     training = Training(TINY, device)
     for _ in range(TINY.warm_up_steps):
@@ -362,5 +390,6 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "without_memory": without_memory,
     "failures": failures,
     "lost": lost,
+    "not_compiled": not_compiled,
     "prefetches": prefetches,
 }

@@ -63,6 +63,7 @@ class RecordedKernels(TritonKernels):
         arguments: Sequence[Tensor | int | None],
         *,
         warps: int,
+        compile_only: bool = False,
         **constants: int,
     ) -> None:
         all_constants: dict[str, int | None] = dict(constants)

@@ -136,29 +136,37 @@ def plain_lookup(kernels: DeviceKernels) -> dict[str, torch.Tensor]:
     )
     keys, order = kernels.sort(slots)
     begin = int((slots < 0).sum())
-    kernels.update(
-        kind,
-        arena,
-        100,
-        keys,
-        order,
-        begin,
-        n,
-        sources,
-        scales,
-        tables,
-        grad,
-        numbers,
-        integers,
-        None,
-        None,
-        None,
-        kernels.new_sums(kind, n - begin, arena.device),
-    )
+    before = arena.clone()
+    for compile_only in (True, False):
+        assert torch.equal(arena, before)
+        kernels.update(
+            kind,
+            arena,
+            100,
+            keys,
+            order,
+            begin,
+            n,
+            sources,
+            scales,
+            tables,
+            grad,
+            numbers,
+            integers,
+            None,
+            None,
+            None,
+            kernels.new_sums(kind, n - begin, arena.device),
+            compile_only=compile_only,
+        )
     copies = torch.empty((2, layout.stride))
     places = torch.tensor([8, 3], dtype=torch.int32)
     kernels.gather(arena, places, copies)
-    kernels.scatter(arena, torch.tensor([0, 5], dtype=torch.int32), copies)
+    targets = torch.tensor([0, 5], dtype=torch.int32)
+    before = arena.clone()
+    for compile_only in (True, False):
+        assert torch.equal(arena, before)
+        kernels.scatter(arena, targets, copies, compile_only=compile_only)
     return {
         "rows": rows,
         **bags,
@@ -168,6 +176,22 @@ def plain_lookup(kernels: DeviceKernels) -> dict[str, torch.Tensor]:
         "tables": tables,
         "arena": arena,
     }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels can be compiled")
+@pytest.mark.parametrize("compile_only", [True, False])
+def test_a_kernel_that_triton_refuses_names_the_option(compile_only: bool) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from torchrec_recstore.kernels.device_kernels import TritonKernels
+
+    arena = torch.zeros(3, 4)
+    slots = torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"kernel _scatter, .*device_rows=0") as seen:
+        TritonKernels().scatter(
+            arena, slots, torch.ones(1, 4), compile_only=compile_only
+        )
+    assert "TableOptions.device_rows: RuntimeError: 0 active drivers" in str(seen.value)
+    assert not arena.any()
 
 
 def test_plain_lookups_and_segments(interpreted: Interpreter) -> None:

@@ -27,6 +27,10 @@ In all methods of :class:`DeviceKernels`:
 
 A kernel runs on the current stream, and no method waits for it.
 
+A kernel is compiled when it is first used, which can fail. With ``compile_only``, the
+methods that change rows do everything but run the kernel, so that a group can compile
+all kernels of a change before it runs the first one.
+
 Tests: tests/kernels/test_device_kernels.py.
 """
 
@@ -223,7 +227,9 @@ class DeviceKernels(Protocol):
     def gather(self, arena: Tensor, slots: Tensor, out: Tensor) -> None:
         """Copies the rows ``slots``, (n,) int32, of an arena to ``out``, (n, stride)."""
 
-    def scatter(self, arena: Tensor, slots: Tensor, rows: Tensor) -> None:
+    def scatter(
+        self, arena: Tensor, slots: Tensor, rows: Tensor, *, compile_only: bool = False
+    ) -> None:
         """Copies ``rows``, (n, stride), to the distinct rows ``slots`` of an arena."""
 
     def pool(
@@ -332,6 +338,8 @@ class DeviceKernels(Protocol):
         failed: Tensor | None,
         skipped: Tensor | None,
         sums: Tensor,
+        *,
+        compile_only: bool = False,
     ) -> None:
         """Updates each row on the sum of its gradients, in the order of the batch.
 

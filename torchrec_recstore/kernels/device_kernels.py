@@ -19,7 +19,7 @@ Tests: tests/kernels/test_device_kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -1210,6 +1210,10 @@ def _as_bits(tensor: Tensor) -> Tensor:
 class TritonKernels:
     """See ``DeviceKernels``."""
 
+    def __init__(self) -> None:
+        self._compiled: set[tuple[object, ...]] = set()
+        """The launches that ``compile_only`` has compiled."""
+
     def launch(
         self,
         kernel: Any,
@@ -1217,24 +1221,79 @@ class TritonKernels:
         arguments: Sequence[Tensor | int | None],
         *,
         warps: int,
+        compile_only: bool = False,
         **constants: int,
     ) -> None:
         """Launches a kernel.
 
         ``constants`` are the arguments with which it is compiled. ``warps`` is the
         number of warps of a program. A subclass may compile the kernel only.
+
+        Raises:
+            RuntimeError: The kernel cannot be compiled or launched. The message names
+                the option of tables that asks for it.
         """
-        kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
+        options = {"num_warps": warps, "enable_fp_fusion": False, **constants}
+        try:
+            if compile_only:
+                self._compile(kernel, grid, arguments, options)
+            else:
+                kernel[grid](*arguments, **options)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"Triton {triton.__version__} could not compile or launch the kernel"
+                f" {kernel.__name__}, for tables with TableOptions.device_rows:"
+                f" {type(error).__name__}: {error}; Triton needs a C compiler (gcc) and"
+                " a CUDA device of compute capability 8.0 or higher; with device_rows=0"
+                " rows stay on the host"
+            ) from error
+
+    def _compile(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: Sequence[Tensor | int | None],
+        options: Mapping[str, int],
+    ) -> None:
+        """Compiles a kernel as a launch with these arguments does, and loads it."""
+        # Triton compiles anew for other types, and for another alignment of memory.
+        kinds = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                kinds.append((argument.dtype, argument.data_ptr() % 16 == 0))
+            else:
+                kinds.append((type(argument), False))
+        variant = (kernel.__name__, *kinds, *options.items())
+        if variant in self._compiled:
+            return
+        compiled = kernel.warmup(*arguments, grid=grid, **options)
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            # The first read of this property makes the launcher, for which Triton runs
+            # a C compiler, and loads the kernel on the device.
+            _ = compiled.run
+        self._compiled.add(variant)
 
     def gather(self, arena: Tensor, slots: Tensor, out: Tensor) -> None:
         """See ``DeviceKernels.gather``."""
         self._copy(_gather, arena, slots, out)
 
-    def scatter(self, arena: Tensor, slots: Tensor, rows: Tensor) -> None:
+    def scatter(
+        self, arena: Tensor, slots: Tensor, rows: Tensor, *, compile_only: bool = False
+    ) -> None:
         """See ``DeviceKernels.scatter``."""
-        self._copy(_scatter, arena, slots, rows)
+        self._copy(_scatter, arena, slots, rows, compile_only=compile_only)
 
-    def _copy(self, kernel: Any, arena: Tensor, slots: Tensor, rows: Tensor) -> None:
+    def _copy(
+        self,
+        kernel: Any,
+        arena: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        *,
+        compile_only: bool = False,
+    ) -> None:
         count = slots.shape[0]
         if count == 0:
             return
@@ -1251,6 +1310,7 @@ class TritonKernels:
                 count,
             ),
             warps=4,
+            compile_only=compile_only,
             STRIDE=stride,
             WORDS=words,
             ROWS=rows_together,
@@ -1442,6 +1502,8 @@ class TritonKernels:
         failed: Tensor | None,
         skipped: Tensor | None,
         sums: Tensor,
+        *,
+        compile_only: bool = False,
     ) -> None:
         """See ``DeviceKernels.update``."""
         if begin == end:
@@ -1468,6 +1530,7 @@ class TritonKernels:
                 sums,
             ),
             warps=1,
+            compile_only=compile_only,
             COLUMNS=layout.columns,
             GRAD_TYPE=grad_type,
             CLIPS_VALUES=kind.clips_values,
@@ -1496,6 +1559,7 @@ class TritonKernels:
                 sums,
             ),
             warps=_warps(padded),
+            compile_only=compile_only,
             COLUMNS=layout.columns,
             STRIDE=layout.stride,
             WEIGHT_FLOATS=layout.weight_floats,

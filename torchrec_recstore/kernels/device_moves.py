@@ -203,13 +203,14 @@ class DeviceMoves:
             landing = None
             if len(leaving):
                 landing = self._send_down(leaving_counts, sent.parts["leaving"])
+            arriving = sent.parts["arriving"]
+            self._scatter(arriving_counts, arriving, rows.flat, compile_only=True)
         except BaseException:
             self.abort()
             raise
         # All rows that leave have been gathered, so that others can take their places.
         with self.changing_rows():
-            if len(targets):
-                self._scatter(arriving_counts, sent.parts["arriving"], rows.flat)
+            self._scatter(arriving_counts, arriving, rows.flat)
             ops.device_commit_moves(self._handles)
         if landing is not None:
             self._landing = landing
@@ -277,11 +278,22 @@ class DeviceMoves:
             first += count
             begin = end
 
-    def _scatter(self, counts: Sequence[int], slots: Tensor, rows: Tensor) -> None:
+    def _scatter(
+        self,
+        counts: Sequence[int],
+        slots: Tensor,
+        rows: Tensor,
+        *,
+        compile_only: bool = False,
+    ) -> None:
         """Spreads rows that have arrived over the arenas."""
+        if len(slots) == 0:
+            return
         with self._transfers.moving_rows():
             for arena, arena_slots, arena_rows in self._by_arena(slots, rows, counts):
-                self._kernels.scatter(arena.rows, arena_slots, arena_rows)
+                self._kernels.scatter(
+                    arena.rows, arena_slots, arena_rows, compile_only=compile_only
+                )
 
     def _send_down(self, counts: Sequence[int], slots: Tensor) -> Landing:
         """Gathers rows and sends them to the host."""

@@ -266,7 +266,12 @@ class Passes:
         update.weight_gradients = Arriving(out)
 
     def update(
-        self, batch: DevicePass, update: PreparedUpdate, skipped: Tensor | None
+        self,
+        batch: DevicePass,
+        update: PreparedUpdate,
+        skipped: Tensor | None,
+        *,
+        compile_only: bool = False,
     ) -> None:
         """Updates the rows, and adds to ``skipped``, (tables,) int64, the number of
         those that are left as they are because their gradient is not finite.
@@ -294,5 +299,6 @@ class Passes:
                 update.failed,
                 skipped if arena.kind.skips_nonfinite else None,
                 sums,
+                compile_only=compile_only,
             )
             begin += count

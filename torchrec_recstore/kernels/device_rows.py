@@ -283,6 +283,7 @@ class DeviceRows:
                     memory = self._refresh(context, batch, rates, counted)
                 with _memory_errors(), self._transfers.computing(memory):
                     update = self._prepared(batch, grad, weight_gradients)
+                    self._passes.update(batch, update, self._skipped, compile_only=True)
                     with self._moves.changing_rows():
                         self._passes.update(batch, update, self._skipped)
             except MEMORY_ERRORS:

@@ -51,8 +51,12 @@ class ReferenceKernels:
         """See ``DeviceKernels.gather``."""
         out.copy_(arena.index_select(0, slots.long()))
 
-    def scatter(self, arena: Tensor, slots: Tensor, rows: Tensor) -> None:
+    def scatter(
+        self, arena: Tensor, slots: Tensor, rows: Tensor, *, compile_only: bool = False
+    ) -> None:
         """See ``DeviceKernels.scatter``."""
+        if compile_only:
+            return
         arena.index_copy_(0, slots.long(), rows)
 
     def pool(
@@ -186,8 +190,12 @@ class ReferenceKernels:
         failed: Tensor | None,
         skipped: Tensor | None,
         sums: Tensor,
+        *,
+        compile_only: bool = False,
     ) -> None:
         """See ``DeviceKernels.update``."""
+        if compile_only:
+            return
         names, values = _fields(kind.layout)
         with ops.native_errors(_LABEL):
             ops.device_update(
