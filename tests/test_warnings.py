@@ -184,6 +184,19 @@ SAY_WHAT_TO_DO = {
         " they are in host memory: use RecStorePlanner, or pass"
         " enumerator=RecStoreEnumerator(topology, ...) to TorchRec's planner"
     ),
+    # kernels/device_rows.py
+    (
+        "table ...: a batch of ... distinct ids does not fit into ... device rows, so"
+        " that its group's training lookup runs on the host: set"
+        " TableOptions(device_rows=...) to at least the distinct ids of two batches, or"
+        " to 0"
+    ),
+    (
+        "tables ...: a training lookup runs on the host, because the device has no"
+        " memory for it, or no room beside the batches whose backward is to come: set"
+        " TableOptions(device_rows=...) to at least the distinct ids of two batches, or"
+        " to 0"
+    ),
     # See the error of the same cause.
     "a backward of this lookup in evaluation mode loses a gradient: ...",
     # names the missing package

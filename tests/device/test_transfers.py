@@ -134,6 +134,27 @@ def test_every_call_raises_after_rows_are_lost(
         assert "load the last checkpoint in a new process" in message
 
 
+def test_a_lookup_without_room_warns_once(found: dict[str, Any]) -> None:
+    of_batch, of_batches = found["room_warnings"]
+    assert of_batch == [
+        "table 't0': a batch of 40 distinct ids does not fit into 15 device rows, so"
+        " that its group's training lookup runs on the host: set"
+        " TableOptions(device_rows=...) to at least the distinct ids of two batches, or"
+        " to 0"
+    ]
+    (message,) = of_batches
+    assert message.startswith("tables 't0', 't1', 't2': a training lookup runs on the")
+
+
+def test_no_memory_for_an_arena_names_the_tables(found: dict[str, Any]) -> None:
+    message = found["no_memory_for_an_arena"]
+    assert message.startswith(
+        "tables 't0', 't1', 't2': the device has no memory for their 300 device rows,"
+        " 0.00 GiB: use a smaller TableOptions(device_rows=...)"
+    )
+    assert message.endswith("tried to allocate more than there is")
+
+
 @pytest.mark.parametrize("kernel", ["scatter", "update"])
 def test_a_kernel_that_is_not_compiled_loses_no_row(
     kernel: str, found: dict[str, Any]

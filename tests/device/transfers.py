@@ -6,11 +6,13 @@ The tests of the programs are in test_transfers.py.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,8 +23,10 @@ from torchrec_recstore import LFU, TableOptions
 from torchrec_recstore.kernels import PooledGroup, device_moves
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.device_interface import ArenaLayout
+from torchrec_recstore.kernels.device_transfers import DeviceTransfers
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.store import Table
+from torchrec_recstore.utils import RecStoreWarning
 
 Found = dict[str, Any]
 DIM = 64
@@ -267,6 +271,42 @@ def lost(device: torch.device) -> dict[str, list[str]]:
     return {kernel: said_after(device, kernel) for kernel in ("scatter", "update")}
 
 
+def room_warnings(device: torch.device) -> list[list[str]]:
+    """What is warned of in two steps with too few rows on the device for a batch, and
+    with too few for batches whose backward is to come.
+    """
+    messages = []
+    for rows in (15, 100):
+        training = Training(replace(TINY, device_rows=rows), device)
+        outputs = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(5):
+                ids = torch.arange(TINY.batch).repeat(TINY.tables) + 40 * step
+                outputs.append(training.forward(ids))
+        for output in reversed(outputs):
+            output.backward(training.grad)
+        messages.append(
+            [str(w.message) for w in caught if w.category is RecStoreWarning]
+        )
+    return messages
+
+
+def no_memory_for_an_arena(device: torch.device) -> str:
+    """What is said if the device has no memory for the rows of tables."""
+    training = Training(TINY, CPU)
+    with patch.object(DeviceTransfers, "new_arena", side_effect=_out_of_memory):
+        try:
+            training.group.put_on_device(device, [100] * TINY.tables)
+        except MemoryError as error:
+            return str(error)
+    return "nothing"
+
+
+def _out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("tried to allocate more than there is")
+
+
 def not_compiled(device: torch.device) -> dict[str, Found]:
     """What a step says if a kernel that changes rows cannot be compiled, and the rows
     after the steps that follow.
@@ -391,5 +431,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "failures": failures,
     "lost": lost,
     "not_compiled": not_compiled,
+    "room_warnings": room_warnings,
+    "no_memory_for_an_arena": no_memory_for_an_arena,
     "prefetches": prefetches,
 }

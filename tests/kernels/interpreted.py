@@ -39,8 +39,13 @@ def interpreter() -> Iterator[Interpreter]:
     """Yields an interpreter."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
-            pool.submit(_kernels).result()
+            pool.submit(_import_triton).result()
         yield Interpreter(pool)
+
+
+def _import_triton() -> None:
+    # The result of a call must not be kernels, whose module this process would import.
+    _kernels()
 
 
 def _kernels() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -176,6 +177,16 @@ def plain_lookup(kernels: DeviceKernels) -> dict[str, torch.Tensor]:
         "tables": tables,
         "arena": arena,
     }
+
+
+def test_missing_triton_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = "torchrec_recstore.kernels.device_kernels"
+    monkeypatch.delitem(sys.modules, kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"device_rows on a cuda device need triton, which"
+    ):
+        kernels_of(torch.device("cuda"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels can be compiled")

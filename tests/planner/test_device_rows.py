@@ -174,6 +174,9 @@ def test_rows_that_do_not_fit_on_the_device_are_an_error() -> None:
 
 
 HOT = TableStatistics(rows=5000, hot_share=0.8)
+BATCHES = TableStatistics(
+    rows=5120, hot_share=0.8, ids_per_sample=(2.0,), unique_share=0.25
+)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +186,9 @@ HOT = TableStatistics(rows=5000, hot_share=0.8)
         (RecStoreConstraints(), HOT, {"device": "cpu"}, None),
         (RecStoreConstraints(), HOT, {"device": "mtia"}, None),
         (RecStoreConstraints(), TableStatistics(rows=5000), {}, None),
+        # 2 ranks, 512 samples of 2 ids, of which a quarter is distinct
+        (RecStoreConstraints(), BATCHES, {"batch_size": 512}, 512),
+        (RecStoreConstraints(), BATCHES, {"batch_size": 513}, None),
         (RecStoreConstraints(), TableStatistics(rows=5000, hot_share=0.4), {}, None),
         (RecStoreConstraints(options=TableOptions(device_rows=0)), HOT, {}, 0),
         (RecStoreConstraints(options=TableOptions(frozen=True)), HOT, {}, None),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from torchrec_recstore.kernels.device_interface import ArenaLayout, UpdateKind
@@ -50,6 +51,8 @@ class Arenas:
     Raises:
         ValueError: The rows of a table cannot be on a device, or a table has no device
             slot. The message names the table and the option.
+        MemoryError: The device has no memory for the rows. The message names
+            the tables and the number of bytes.
     """
 
     def __init__(
@@ -103,5 +106,23 @@ def _made(
         numbers=numbers,
         firsts=firsts,
         base=base,
-        rows=new_memory((end, layout.stride)),
+        rows=_memory(tables, numbers, (end, layout.stride), new_memory),
     )
+
+
+def _memory(
+    tables: Sequence[Table],
+    numbers: list[int],
+    shape: tuple[int, int],
+    new_memory: Callable[[Sequence[int]], Tensor],
+) -> Tensor:
+    try:
+        return new_memory(shape)
+    except torch.OutOfMemoryError as error:
+        names = ", ".join(repr(tables[number].name) for number in numbers)
+        rows, floats = shape
+        raise MemoryError(
+            f"tables {names}: the device has no memory for their {rows:,} device rows,"
+            f" {4 * rows * floats / 2**30:.2f} GiB: use a smaller"
+            f" TableOptions(device_rows=...), or more ranks: {error}"
+        ) from error

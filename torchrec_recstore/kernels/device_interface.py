@@ -359,9 +359,23 @@ kernels_by_type: dict[str, Callable[[], DeviceKernels]] = {}
 
 
 def kernels_of(device: torch.device) -> DeviceKernels:
-    """Returns the kernels of a device. Triton is imported here, if it is needed."""
+    """Returns the kernels of a device. Triton is imported here, if it is needed.
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed.
+    """
     make = kernels_by_type.get(device.type)
     if make is None:
-        module = import_module("torchrec_recstore.kernels.device_kernels")
+        try:
+            module = import_module("torchrec_recstore.kernels.device_kernels")
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ModuleNotFoundError(
+                f"tables with TableOptions.device_rows on a {device.type} device need"
+                " triton, which is not installed: install torch for CUDA, which brings"
+                " it, or use device_rows=0",
+                name="triton",
+            ) from error
         make = module.TritonKernels
     return cast(DeviceKernels, make())

@@ -1259,7 +1259,7 @@ class TritonKernels:
     ) -> None:
         """Compiles a kernel as a launch with these arguments does, and loads it."""
         # Triton compiles anew for other types, and for another alignment of memory.
-        kinds = []
+        kinds: list[tuple[object, bool]] = []
         for argument in arguments:
             if isinstance(argument, Tensor):
                 kinds.append((argument.dtype, argument.data_ptr() % 16 == 0))

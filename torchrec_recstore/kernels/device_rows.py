@@ -37,6 +37,7 @@ from torchrec_recstore.kernels.device_transfers import DeviceTransfers
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.memory_tier import holding
+from torchrec_recstore.utils import warn_user
 
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 """The errors of a device or a host that has no memory for a copy."""
@@ -122,6 +123,8 @@ class DeviceRows:
         self._moves = DeviceMoves(tables, self._arenas, self._kernels, self._transfers)
         kinds = [arena.kind for arena in self._arenas.all]
         self._is_stochastic = any(kind.is_stochastic for kind in kinds)
+        self._rows = list(rows)
+        self._has_warned = False
         self._raises = any(t.options.nonfinite == "raise" for t in tables)
         self._skipped: Tensor | None = None
         if any(kind.skips_nonfinite for kind in kinds):
@@ -165,9 +168,38 @@ class DeviceRows:
             if result is not None:
                 self.passes += 1
                 return result
+            self._warn_of_room(batch)
             staged = staging(self._lookups.output_shape(batch), to)
             rows = self.lookup_on_host(context, batch, staged)
             return up(rows, to, staged=staged), None
+
+    def _warn_of_room(self, batch: HostBatch) -> None:
+        """Warns at the first training lookup that runs on the host, which is as exact
+        and not as fast.
+        """
+        if self._has_warned:
+            return
+        self._has_warned = True
+        ids_of_tables = self._lookups.ids_of_tables(batch)
+        for table, ids, rows in zip(
+            self._tables, ids_of_tables, self._rows, strict=True
+        ):
+            distinct = len(torch.unique(ids))
+            if distinct > rows:
+                warn_user(
+                    f"table {table.name!r}: a batch of {distinct:,} distinct ids does"
+                    f" not fit into {rows:,} device rows, so that its group's training"
+                    " lookup runs on the host: set TableOptions(device_rows=...) to at"
+                    " least the distinct ids of two batches, or to 0"
+                )
+                return
+        names = ", ".join(repr(table.name) for table in self._tables)
+        warn_user(
+            f"tables {names}: a training lookup runs on the host, because the device has"
+            " no memory for it, or no room beside the batches whose backward is to come:"
+            " set TableOptions(device_rows=...) to at least the distinct ids of two"
+            " batches, or to 0"
+        )
 
     def _lookup_on_device(
         self, context: Tensor, batch: HostBatch, to: CopyTarget

@@ -59,8 +59,9 @@ def chosen_device_rows(
     them open, by the path of the collection and the name of the table.
 
     A table gets one in ``HOT_PART`` of its rows if at least ``LEAST_HOT_SHARE`` of the
-    ids of a batch were measured to be among them, and if they fit into half of the
-    memory that the plan leaves on each of its ranks. Tables with a larger share come first.
+    ids of a batch were measured to be among them, if they have room for the distinct ids
+    of a batch of all ranks, and if they fit into half of the memory that the plan leaves
+    on each of its ranks. Tables with a larger share come first.
     The storage of the shards in the plan then has the rows.
 
     The sharders are by ``option.module_type_key``.
@@ -73,7 +74,9 @@ def chosen_device_rows(
         free[rank] = int(size * _PART_OF_FREE)
     candidates = []
     for option in plan:
-        candidate = _candidate(option, constraints, statistics, sharders)
+        candidate = _candidate(
+            option, topology.world_size, constraints, statistics, sharders
+        )
         if candidate is not None:
             candidates.append(candidate)
     candidates.sort(key=lambda candidate: -candidate.hot_share)
@@ -87,6 +90,7 @@ def chosen_device_rows(
 
 def _candidate(
     option: ShardingOption,
+    world_size: int,
     constraints: Mapping[str, ParameterConstraints],
     statistics: Mapping[str, TableStatistics],
     sharders: Mapping[str, ModuleSharder[nn.Module]],
@@ -110,7 +114,18 @@ def _candidate(
     if unsupported(dtype_of(option), narrow_state, optimizer) is not None:
         return None
     rows = ceil_div(planned_rows(options, num_embeddings, measured), HOT_PART)
+    if rows < world_size * _distinct_ids(option, measured):
+        return None
     return _Candidate(option, rows, hot_share, optimizer)
+
+
+def _distinct_ids(option: ShardingOption, measured: TableStatistics | None) -> float:
+    """Returns the measured number of distinct ids of a batch of one rank."""
+    if measured is None or measured.ids_per_sample is None:
+        return 0
+    share = 1.0 if measured.unique_share is None else measured.unique_share
+    batch_size: int = option.batch_size
+    return batch_size * sum(measured.ids_per_sample) * share
 
 
 def _placed(candidate: _Candidate, free: dict[int, int]) -> bool:
