@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from tests.processes import START_METHOD
+
 
 def run_in_process(
     program: Callable[..., None], *arguments: Any, timeout_s: float = 280
@@ -18,7 +20,7 @@ def run_in_process(
     """Runs a function of a module in a new process, and asserts that it has ended
     without an error.
     """
-    process = mp.get_context("spawn").Process(target=program, args=arguments)
+    process = mp.get_context(START_METHOD).Process(target=program, args=arguments)
     process.start()
     process.join(timeout_s)
     assert process.exitcode == 0
