@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,29 @@ def test_tables(folder: Path) -> None:
     now = plan(folder).stdout
     assert "in 2 days" not in now
     assert now.index("│ item") < now.index("│ user")
+
+
+def test_rows_on_gpus(folder: Path) -> None:
+    gpus = {"gpu_memory_per_rank_bytes": 10**9, "bus_bytes_per_s": 4e9}
+    (folder / "hosts.json").write_text(json.dumps(HOSTS | gpus))
+    hot = replace(SAMPLED["item"], unique_share=0.01, hot_share=0.8)
+    write_statistics(folder / "sample.json", SAMPLED | {"item": hot})
+    small = ["--batch-size", "10"]
+    told = json.loads(plan(folder, *small, "--json").stdout)
+    item, user = told["tables"]
+    rows = read_statistics(folder / "run")["item"].rows
+    assert rows is not None
+    assert (item["device_rows"], item["hit_share"]) == (-(-rows // 10), 0.8)
+    assert (user["device_rows"], user["hit_share"]) == (0, None)
+    for rank in told["ranks"]:
+        assert rank["bus_ms"] == pytest.approx(rank["bus_bytes"] / 4e6, abs=1e-6)
+        parts = ("lookups_ms", "bus_ms", "network_ms", "torchrec_ms")
+        assert rank["step_ms"] == pytest.approx(sum(rank[part] for part in parts))
+    shown = plan(folder, *small).stdout
+    for heading in ("rows on GPU", "hits", "80%", "bus", "copied"):
+        assert heading in shown
+    (folder / "hosts.json").write_text(json.dumps(HOSTS))
+    assert "GPU" not in plan(folder, *small).stdout
 
 
 CLICKS = {

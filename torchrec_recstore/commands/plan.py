@@ -96,10 +96,13 @@ def plan(
 
     Shows the place of each table, and for each rank the time of its lookups, of the
     network and of TorchRec's own work in a step, the bytes that it sends and receives,
-    its memory now and after --days of growth, and the limit, the longest of the three
-    times. The limit of the plan is memory if a plan for ranks with more memory is
-    faster. The plan is that of RecStorePlanner with the same statistics, with
-    table_wise and row_wise tables. The dense part is not counted.
+    its memory now and after --days of growth, and the limit, the longest of these
+    times. With GPUs in the topology file, the copies between host and GPU are a fourth
+    part, and the tables show the rows that RecStorePlanner puts into GPU memory and the
+    share of a batch's distinct ids that finds them there. The limit of the plan is
+    memory if a plan for ranks with more memory is faster. The plan is that of
+    RecStorePlanner with the same statistics, with table_wise and row_wise tables. The
+    dense part is not counted.
 
     Example: recstore plan --parquet clicks.parquet --tables tables.json --topology
     hosts.json --ranks 8
@@ -287,6 +290,7 @@ def _as_json(result: Forecast, sampled_names: set[str]) -> dict[str, Any]:
         entry = {"rank": rank.rank, "step_ms": rank.step_ms, **asdict(rank)}
         entry["sent_bytes"] = round(rank.sent_bytes)
         entry["received_bytes"] = round(rank.received_bytes)
+        entry["bus_bytes"] = round(rank.bus_bytes)
         entry["limit"] = rank.limit
         ranks.append(entry)
     return {
@@ -318,6 +322,9 @@ def _print_tables(result: Forecast, days: float) -> None:
     columns = ["table", "sharding type", "ranks", "rows"]
     if days:
         columns.append(f"rows in {days:g} days")
+    has_gpus = _has_gpus(result)
+    if has_gpus:
+        columns.extend(["rows on GPU", "hits"])
     rows = []
     for name, table in in_order({table.name: table for table in result.tables}):
         first_rank = table.ranks[0]
@@ -328,21 +335,21 @@ def _print_tables(result: Forecast, days: float) -> None:
         row = [name, table.sharding_type, ranks, f"{table.rows:,}"]
         if days:
             row.append(f"{table.rows_later:,}")
+        if has_gpus:
+            hits = "" if table.hit_share is None else f"{table.hit_share:.0%}"
+            row.extend([f"{table.device_rows:,}", hits])
         rows.append(row)
     print_table(columns, rows)
 
 
 def _print_ranks(result: Forecast, days: float) -> None:
-    columns = [
-        "rank",
-        "step",
-        "lookups",
-        "network",
-        "torchrec",
-        "sent",
-        "received",
-        "memory",
-    ]
+    has_gpus = _has_gpus(result)
+    columns = ["rank", "step", "lookups", "network", "torchrec"]
+    sizes_shown = ["sent", "received", "memory"]
+    if has_gpus:
+        columns.insert(3, "bus")
+        sizes_shown.insert(0, "copied")
+    columns.extend(sizes_shown)
     if days:
         columns.append(f"memory in {days:g} days")
     columns.append("limit")
@@ -350,6 +357,9 @@ def _print_ranks(result: Forecast, days: float) -> None:
     for rank in result.ranks:
         times = [rank.step_ms, rank.lookups_ms, rank.network_ms, rank.torchrec_ms]
         sizes = [rank.sent_bytes, rank.received_bytes, rank.memory_bytes]
+        if has_gpus:
+            times.insert(2, rank.bus_ms)
+            sizes.insert(0, rank.bus_bytes)
         if days:
             sizes.append(rank.memory_later_bytes)
         row = [str(rank.rank)]
@@ -358,3 +368,8 @@ def _print_ranks(result: Forecast, days: float) -> None:
         row.append(rank.limit)
         rows.append(row)
     print_table(columns, rows)
+
+
+def _has_gpus(result: Forecast) -> bool:
+    """Whether the ranks have GPUs: each step then copies something."""
+    return any(rank.bus_bytes for rank in result.ranks)

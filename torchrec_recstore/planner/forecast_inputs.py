@@ -36,15 +36,21 @@ _DTYPES = {
 }
 
 
+_OF_GPUS = ("gpu_memory_per_rank_bytes", "bus_bytes_per_s")
+
+
 @dataclass(frozen=True)
 class Machines:
     """The hosts and the network of a job, as a topology file has them.
 
     Rates are bytes a second that a rank sends to ranks of its host, and to ranks of
     other hosts. ``table_wise_ms`` and ``row_wise_ms`` are as in ``SHARDING_TYPE_MS``;
-    ``latency_ms`` is what a collective takes besides the time of its bytes. Raises
-    ValueError, which names the field, if a number is not finite, or not above 0;
-    milliseconds may be 0.
+    ``latency_ms`` is what a collective takes besides the time of its bytes. A rank has
+    a GPU if ``gpu_memory_per_rank_bytes`` is above 0; ``bus_bytes_per_s`` is then the
+    rate between the host and the GPU, each way.
+
+    Raises ValueError, which names the field, if a number is not finite, or not above 0;
+    milliseconds and the numbers of a GPU may be 0, the latter both or neither.
     """
 
     ranks_per_host: int
@@ -54,13 +60,15 @@ class Machines:
     table_wise_ms: float = SHARDING_TYPE_MS["table_wise"]
     row_wise_ms: float = SHARDING_TYPE_MS["row_wise"]
     latency_ms: float = 0.0
+    gpu_memory_per_rank_bytes: int = 0
+    bus_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         for number_field in fields(self):
             name = number_field.name
             value = getattr(self, name)
             is_whole = number_field.type == "int"
-            may_be_zero = name.endswith("_ms")
+            may_be_zero = name.endswith("_ms") or name in _OF_GPUS
             if not _is_number(value, is_whole=is_whole) or not (
                 0 < value < math.inf or (may_be_zero and value == 0)
             ):
@@ -69,6 +77,17 @@ class Machines:
                 raise ValueError(
                     f"{name} must be a {kind} number {bound} 0, got {value!r}"
                 )
+        if bool(self.gpu_memory_per_rank_bytes) != bool(self.bus_bytes_per_s):
+            raise ValueError(
+                "gpu_memory_per_rank_bytes and bus_bytes_per_s must both be above 0, or"
+                f" both be 0, got {self.gpu_memory_per_rank_bytes} and"
+                f" {self.bus_bytes_per_s}"
+            )
+
+    @property
+    def compute_device(self) -> str:
+        """The type of the device of a rank's dense part."""
+        return "cuda" if self.gpu_memory_per_rank_bytes else "cpu"
 
     @property
     def bytes_per_ms(self) -> tuple[float, float]:
@@ -95,13 +114,20 @@ class Machines:
                 " ranks or ranks_per_host"
             )
         within_host, between_hosts = self.bytes_per_ms
+        of_gpus = {}
+        if self.gpu_memory_per_rank_bytes:
+            of_gpus = {
+                "hbm_cap": self.gpu_memory_per_rank_bytes,
+                "hbm_to_ddr_mem_bw": self.bus_bytes_per_s / 1000,
+            }
         return Topology(
             world_size=ranks,
             local_world_size=on_host,
-            compute_device="cpu",
+            compute_device=self.compute_device,
             ddr_cap=self.memory_per_rank_bytes,
             intra_host_bw=within_host,
             inter_host_bw=between_hosts,
+            **of_gpus,
         )
 
 

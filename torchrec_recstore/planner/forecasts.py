@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,6 +15,7 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
+from torchrec_recstore.planner.bus_forecasts import BusForecast, bus_forecasts
 from torchrec_recstore.planner.constraints import RecStoreConstraints, planned_rows
 from torchrec_recstore.planner.forecast_inputs import (
     VIRTUAL_ROWS,
@@ -52,6 +54,9 @@ _SOURCES = {
 }
 
 
+_Part = Literal["lookups", "bus", "network", "torchrec"]
+
+
 @dataclass(frozen=True)
 class TableForecast:
     """The place of a table in a plan.
@@ -64,6 +69,8 @@ class TableForecast:
     ranks: tuple[int, ...]  # of its shards
     rows: int  # now
     rows_later: int  # after the growth
+    device_rows: int  # on GPUs, over all ranks
+    hit_share: float | None  # of a batch's distinct ids that are there; None without
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,9 @@ class RankForecast:
     latency of each collective. gloo sends partial sums twice. ``torchrec_ms`` are
     TorchRec's own work for the sharding types of the plan: the same on all ranks, and 0
     if there is one rank. ``sent_bytes`` are those before what a library adds. Memory is
-    that of shards, and of their inputs and outputs.
+    that of shards, and of their inputs and outputs. ``bus_ms`` are those of the copies
+    between the host and the GPU, and 0 without one; the host does less work than
+    ``lookups_ms`` for tables with rows on the GPU, which were measured without.
     """
 
     rank: int
@@ -86,20 +95,23 @@ class RankForecast:
     received_bytes: float
     memory_bytes: int
     memory_later_bytes: int
+    bus_ms: float
+    bus_bytes: float
 
     @property
     def step_ms(self) -> float:
-        """The milliseconds of the three parts, which do not overlap.
+        """The milliseconds of the four parts, which do not overlap.
 
         The dense part is not counted.
         """
-        return self.lookups_ms + self.network_ms + self.torchrec_ms
+        return self.lookups_ms + self.bus_ms + self.network_ms + self.torchrec_ms
 
     @property
-    def limit(self) -> Literal["lookups", "network", "torchrec"]:
+    def limit(self) -> _Part:
         """The longest part of the step."""
-        parts: dict[Literal["lookups", "network", "torchrec"], float] = {
+        parts: dict[_Part, float] = {
             "lookups": self.lookups_ms,
+            "bus": self.bus_ms,
             "network": self.network_ms,
             "torchrec": self.torchrec_ms,
         }
@@ -126,7 +138,7 @@ class Forecast:
         return max(rank.step_ms for rank in self.ranks)
 
     @property
-    def limit(self) -> Literal["memory", "lookups", "network", "torchrec"]:
+    def limit(self) -> _Part | Literal["memory"]:
         """The cause of the speed: memory, or the longest part of the slowest rank.
 
         It is memory if a plan for more memory is faster.
@@ -167,6 +179,7 @@ def forecast(
     plan, rank_forecasts = job.planned(present, later)
     table_forecasts = []
     for name in sorted(tables):
+        device_rows = plan[name].device_rows
         table_forecasts.append(
             TableForecast(
                 name=name,
@@ -174,6 +187,8 @@ def forecast(
                 ranks=plan[name].ranks,
                 rows=job.rows(name, present[name]),
                 rows_later=job.rows(name, later[name]),
+                device_rows=device_rows,
+                hit_share=statistics[name].hot_share if device_rows else None,
             )
         )
     boundless_machines = replace(machines, memory_per_rank_bytes=_BOUNDLESS)
@@ -220,6 +235,7 @@ class _Place:
 
     sharding_type: str
     ranks: tuple[int, ...]  # of its shards
+    device_rows: int
 
 
 # by the name of the table and the sharding type
@@ -288,7 +304,8 @@ class _Job:
         for name, sharding in module.items():
             shards = sharding.sharding_spec.shards
             shard_ranks = tuple(shard.placement.rank() for shard in shards)
-            plan[name] = _Place(sharding.sharding_type, shard_ranks)
+            device_rows = sharding.options.device_rows or 0
+            plan[name] = _Place(sharding.sharding_type, shard_ranks, device_rows)
         enumerator, _ = planner.searched
         assert isinstance(enumerator, RecStoreEnumerator)
         later_options = _by_type(enumerator.found)
@@ -307,9 +324,35 @@ class _Job:
             present,
             present_options,
             later_options,
+            self._bus_forecasts(plan, later, later_options, enumerator),
             latency_ms,
         )
         return plan, rank_forecasts
+
+    def _bus_forecasts(
+        self,
+        plan: Mapping[str, _Place],
+        statistics: Mapping[str, TableStatistics],
+        options: _Options,
+        enumerator: RecStoreEnumerator,
+    ) -> dict[str, list[BusForecast]]:
+        """Returns the bytes over the bus of the shards of each table; none without
+        GPUs.
+        """
+        forecasts: dict[str, list[BusForecast]] = {}
+        if self._machines.compute_device == "cpu":
+            return forecasts
+        for name, place in plan.items():
+            forecasts[name] = bus_forecasts(
+                options[name, place.sharding_type],
+                self._topology,
+                dict(self._constraints),
+                enumerator.sharder_map,
+                statistics[name],
+                place.device_rows,
+                self._tables[name].optimizer,
+            )
+        return forecasts
 
     def _rank_forecasts(
         self,
@@ -317,9 +360,11 @@ class _Job:
         statistics: Mapping[str, TableStatistics],
         present_options: _Options,
         later_options: _Options,
+        buses: Mapping[str, list[BusForecast]],
         latency_ms: float,
     ) -> list[RankForecast]:
-        lookups_ms = Counter[int]()
+        lookups_ms: dict[int, float] = defaultdict(float)
+        bus_bytes: dict[int, float] = defaultdict(float)
         memory_bytes = Counter[int]()
         memory_later_bytes = Counter[int]()
         for name, place in plan.items():
@@ -330,6 +375,10 @@ class _Job:
             for rank, shard in zip(place.ranks, later.shards, strict=True):
                 lookups_ms[rank] += shard.perf.fwd_compute + shard.perf.bwd_compute
                 memory_later_bytes[rank] += shard.storage.ddr
+            for rank, bus in zip(place.ranks, buses.get(name, ()), strict=False):
+                # The planner counts the copies of tables without rows on the GPU.
+                lookups_ms[rank] -= bus.on_host / self._bus_bytes_per_ms
+                bus_bytes[rank] += bus.bytes
         placed_tables = self._placed_tables(plan, statistics)
         types: list[str] = []
         if self._ranks > 1:
@@ -347,7 +396,12 @@ class _Job:
             )
             bytes_ms = 0.0
             for collective in traffic:
-                bytes_ms += milliseconds(collective, within_host, between_hosts, "cpu")
+                bytes_ms += milliseconds(
+                    collective,
+                    within_host,
+                    between_hosts,
+                    self._machines.compute_device,
+                )
             forecasts.append(
                 RankForecast(
                     rank=rank,
@@ -358,9 +412,15 @@ class _Job:
                     received_bytes=sum(collective.received for collective in traffic),
                     memory_bytes=memory_bytes[rank],
                     memory_later_bytes=memory_later_bytes[rank],
+                    bus_ms=bus_bytes[rank] / self._bus_bytes_per_ms,
+                    bus_bytes=bus_bytes[rank],
                 )
             )
         return forecasts
+
+    @property
+    def _bus_bytes_per_ms(self) -> float:
+        return self._machines.bus_bytes_per_s / 1000 or math.inf
 
     def _placed_tables(
         self,
