@@ -268,6 +268,15 @@ def cases(by_name: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else SLOW) for name in by_name]
 
 
+def cases_of_kind(kind: str, by_name: Iterable[str]) -> list[Any]:
+    """Returns cases of tensors that a model holds in one way."""
+    parameters = []
+    for name in by_name:
+        marks = () if name in QUICK else SLOW
+        parameters.append(pytest.param(kind, name, marks=marks))
+    return parameters
+
+
 @pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
 @pytest.mark.parametrize("kind", [Normalised, Aliased])
 def test_buffers_in_arithmetic(
@@ -293,25 +302,29 @@ def test_buffers_in_arithmetic(
         assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 1)
 
 
-@pytest.mark.parametrize("name", cases(COMPUTED))
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "name"),
     [
-        "buffer",
-        pytest.param("attribute", marks=SLOW),
-        pytest.param("parameter", marks=SLOW),
+        *cases_of_kind("buffer", COMPUTED),
+        pytest.param("attribute", "product", marks=SLOW),
+        pytest.param("attribute", "branch by type", marks=SLOW),
+        pytest.param("parameter", "product", marks=SLOW),
     ],
 )
 def test_a_tensor_in_arithmetic(kind: str, name: str, tmp_path: Path) -> None:
     """The program computes with the tensor. A change of its value is a delta."""
-    if kind == "parameter" and name == "branch by type":
-        pytest.skip("the tracer replaces parameters")
     model = Reading(torch.tensor(2.0), COMPUTED[name], kind)
     assert published_after_a_change(model, fill, tmp_path) == (1, 1)
 
 
-@pytest.mark.parametrize("name", cases(READ))
-@pytest.mark.parametrize("kind", ["buffer", pytest.param("attribute", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *cases_of_kind("buffer", READ),
+        pytest.param("attribute", "float", marks=SLOW),
+        pytest.param("attribute", "in place", marks=SLOW),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*without a delta")
 def test_a_tensor_whose_value_is_read(kind: str, name: str, tmp_path: Path) -> None:
     """The number is part of the program, which is compiled again."""

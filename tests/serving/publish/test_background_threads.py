@@ -226,11 +226,12 @@ def predicting(model: nn.Module, place: Path) -> Iterator[Beside]:
 
 
 THREADS: dict[str, Callable[[nn.Module, Path], AbstractContextManager[Beside]]] = {
-    "publisher": publishing,
     "two_publishers": two_publishers,
     "follower": following,
     "predictor": predicting,
 }
+TWO_PUBLISHERS = ("dlrm", "single", "two_of_one", "dlrm_dcn", "lambda", "try")
+"""Models that two publishers publish at once."""
 FAST = (
     ("single", "two_publishers"),
     ("dlrm_dcn", "two_publishers"),
@@ -240,19 +241,22 @@ FAST = (
 
 
 def cases() -> Iterator[Any]:
+    """Yields each model with a predictor, which has a publisher and a follower, and some
+    with two publishers.
+    """
     for name in (*SCRIPTED, *TRACED):
-        for threads in THREADS:
+        # The requests of a predictor are merged, and this model has a fixed number of
+        # ids in each bag.
+        kinds = ["follower" if name == "single" else "predictor"]
+        if name in TWO_PUBLISHERS:
+            kinds.append("two_publishers")
+        for threads in kinds:
             fast = (name, threads) in FAST
             yield pytest.param(name, threads, marks=() if fast else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "threads"), cases())
 def test_training_beside_threads(name: str, threads: str, tmp_path: Path) -> None:
-    if threads == "predictor" and name == "single":
-        pytest.skip(
-            "the requests of a predictor are merged, and this model has a fixed number"
-            " of ids in each bag"
-        )
     make = {**SCRIPTED, **TRACED}[name]
     beside = trained(make, partial(THREADS[threads], place=tmp_path))
     trained(make, steps=len(beside.losses)).assert_equals(beside)
