@@ -45,8 +45,15 @@ def features_of(group: Group, step: int) -> KeyedJaggedTensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*have missing='init'")
-@pytest.mark.parametrize("index", ["sorted", "hash"])
-@pytest.mark.parametrize("name", ["options", "half", "half_rows"])
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("options", "sorted"),
+        ("options", "hash"),
+        ("half", "sorted"),
+        ("half_rows", "hash"),
+    ],
+)
 def test_exports_and_deltas(name: str, index: str, tmp_path: Path) -> None:
     load_library()
     group = GROUPS[name]

@@ -311,9 +311,13 @@ class Tables(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize(
-    ("index", "rows"), [("hash", "memory"), ("hash", "mapped"), ("sorted", "memory")]
+    ("index", "rows", "dtype"),
+    [
+        ("hash", "memory", torch.float32),
+        ("hash", "mapped", torch.int8),
+        ("sorted", "memory", torch.int8),
+    ],
 )
 def test_a_full_export_is_a_program_and_its_tensors(
     index: str, rows: str, dtype: torch.dtype, tmp_path: Path

@@ -146,9 +146,19 @@ def test_signed_publications(
 
 
 @pytest.mark.parametrize(
-    "name", ["latest.json", "000000000002.json", "000000000002.delta", *FULL_FILES]
+    ("name", "place_of"),
+    [
+        ("latest.json", 0.001),
+        ("latest.json", 0.999),
+        ("000000000002.json", 0.5),
+        ("000000000002.delta", 0.001),
+        ("000000000002.delta", 0.5),
+        ("000000000002.delta", 0.999),
+        (FULL_FILES[0], 0.5),
+        (FULL_FILES[1], 0.001),
+        (FULL_FILES[1], 0.999),
+    ],
 )
-@pytest.mark.parametrize("place_of", [0.001, 0.5, 0.999])
 def test_a_changed_byte(name: str, place_of: float, key: Path, tmp_path: Path) -> None:
     """The follower names the file, serves what it has, and goes on when the file is
     right.
