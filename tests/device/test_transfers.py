@@ -155,6 +155,12 @@ def test_no_memory_for_an_arena_names_the_tables(found: dict[str, Any]) -> None:
     assert message.endswith("tried to allocate more than there is")
 
 
+def test_a_table_is_closed_while_rows_of_others_land(found: dict[str, Any]) -> None:
+    result = found["closed_while_rows_land"]
+    assert result["is_landing"]
+    assert same(result["rows"], result["plain"])
+
+
 @pytest.mark.parametrize("kernel", ["scatter", "update"])
 def test_a_kernel_that_is_not_compiled_loses_no_row(
     kernel: str, found: dict[str, Any]

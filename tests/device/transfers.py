@@ -307,6 +307,26 @@ def _out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("tried to allocate more than there is")
 
 
+def closed_while_rows_land(device: torch.device) -> Found:
+    """Closes a table while rows of its group are on their way to the host."""
+    training = Training(TINY, device)
+    plain = Training(TINY, CPU)
+    on_device = training.group.device_rows
+    assert on_device is not None
+    for step in range(TINY.warm_up_steps + TINY.steps):
+        is_landing = on_device._moves._landing is not None
+        if is_landing and step >= TINY.warm_up_steps:
+            break
+        training.step(training.batch())
+        plain.step(plain.batch())
+    training.tables[0].close()
+    return {
+        "is_landing": is_landing,
+        "rows": [part(table) for table in training.tables[1:]],
+        "plain": plain.rows()[1:],
+    }
+
+
 def not_compiled(device: torch.device) -> dict[str, Found]:
     """What a step says if a kernel that changes rows cannot be compiled, and the rows
     after the steps that follow.
@@ -430,6 +450,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "without_memory": without_memory,
     "failures": failures,
     "lost": lost,
+    "closed_while_rows_land": closed_while_rows_land,
     "not_compiled": not_compiled,
     "room_warnings": room_warnings,
     "no_memory_for_an_arena": no_memory_for_an_arena,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -403,7 +403,7 @@ class DeviceRows:
             skipped = arriving.wait().tolist()
             for number, table in enumerate(self._tables):
                 rows = skipped[number] - self._skipped_before[number]
-                if rows:
+                if rows and table.name in self._open:
                     ops.device_skipped(table.handle, rows)
             self._skipped_before = skipped
 
@@ -444,12 +444,20 @@ class DeviceRows:
             self._moves.bring(dict(enumerate(ops.device_dirty_of_pass(context))))
 
     def leave(self, table: Table) -> None:
-        """Frees the arenas with the last table that closes.
+        """Prepares the group for a table that closes.
 
-        Groups and their tables refer to each other, so that the memory of the device
-        would otherwise wait for Python's garbage collector.
+        The rows that are on their way to the host are those of all tables, so they are
+        written first. If that fails, the rows of the other tables on the device are
+        lost, which their next calls say.
+
+        The last table frees the arenas. Groups and their tables refer to each other, so
+        that the memory of the device would otherwise wait for Python's garbage
+        collector.
         """
         with self.lock:
+            if table.name in self._open and not self._moves.is_lost:
+                with suppress(Exception), self._moves.changing_rows():
+                    self._moves.land()
             self._open.discard(table.name)
             if not self._open:
                 for arena in self._arenas.all:

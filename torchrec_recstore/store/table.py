@@ -939,10 +939,10 @@ class Table(AbstractContextManager["Table"]):
         ops.finish_updates()
         if flush and self._free_rows.alive and self.tier.shared:
             self.flush()
-        self._free_rows()
-        self._free_store()
         if self.device_rows is not None:
             self.device_rows.leave(self)
+        self._free_rows()
+        self._free_store()
 
     def __len__(self) -> int:
         if self.tier.shared:
