@@ -326,8 +326,9 @@ def tables_of(model: nn.Module) -> list[Table]:
     ("backend", "kinds", "callers"),
     [
         ("aot_eager", ("weighted", "timed", "bounded"), ("pipeline",)),
-        ("aot_eager", ("several",), ("pipeline", "model")),
-        ("inductor", ("several",), ("model",)),  # test_two_ranks has its pipeline
+        # test_two_ranks has the pipeline of several collections
+        ("aot_eager", ("several",), ("model",)),
+        ("inductor", ("several",), ("model",)),
     ],
 )
 @pytest.mark.usefixtures("one_rank")
@@ -341,7 +342,7 @@ def test_one_rank(
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("backend", "kinds"),
-    [("aot_eager", ("pooled", "weighted", "timed")), ("inductor", ("pooled",))],
+    [("aot_eager", ("weighted", "timed")), ("inductor", ("pooled",))],
 )
 def test_two_ranks(backend: str, kinds: tuple[str, ...]) -> None:
     run_on_ranks(
