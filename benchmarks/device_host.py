@@ -76,6 +76,10 @@ class NoStreams:
         """Returns a stream."""
         return self.up_stream
 
+    def entered(self, stream: NoStream) -> NoStream:
+        """Returns a context that does nothing."""
+        return stream
+
     def event(self) -> NoEvent:
         """Returns an event."""
         return NoEvent()
@@ -92,7 +96,7 @@ class NoKernels:
     """The kernels of a device that does nothing."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
+        return lambda *args, **kwargs: None
 
     def sort(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the slots as they are."""
