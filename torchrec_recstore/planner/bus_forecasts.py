@@ -29,19 +29,11 @@ of an id.
 
 @dataclass(frozen=True)
 class BusForecast:
-    """The bytes of a step of one shard, and the time of those of a step on the host."""
+    """The bytes of one shard in a step, of both ways together."""
 
-    up: float
-    """To the GPU."""
-    down: float
-    """To the host."""
-    on_host: float
-    """The bytes of both ways if the table has no row on the GPU."""
-
-    @property
-    def bytes(self) -> float:
-        """The bytes of both ways."""
-        return self.up + self.down
+    copied: float
+    copied_without_device_rows: float
+    """Those that a step would copy if the table had no row on the GPU."""
 
 
 def bus_forecasts(
@@ -64,26 +56,19 @@ def bus_forecasts(
     ``measured`` has ``ids_per_sample``. The sharders are by ``option.module_type_key``.
     """
     forecasts = []
+    distinct_ids = measured.distinct_ids(topology.world_size * option.batch_size)
     shards_bytes = bus_bytes_of(option, topology, constraints, sharders)
     for shard, copied in zip(option.shards, shards_bytes, strict=True):
-        up, down = copied.up, copied.down
-        if device_rows:
-            # the bytes of the ids and of the offsets of bags, which are 8 bytes each
-            up = copied.ids * _NUMBER_BYTES / _ID_BYTES
-            row_bytes = device_row_bytes(option, shard.size[1], optimizer)
-            moved = _arrivals(option, topology, measured)
-            moved *= shard.size[0] / option.tensor.shape[0]
-            up += moved * (row_bytes + 2 * _NUMBER_BYTES)
-            down = copied.ids + moved * row_bytes
-        forecasts.append(BusForecast(up, down, copied.up + copied.down))
+        without_device_rows = copied.up + copied.down
+        if not device_rows:
+            forecasts.append(BusForecast(without_device_rows, without_device_rows))
+            continue
+        moved = distinct_ids * (1 - (measured.hot_share or 0.0))
+        moved *= shard.size[0] / option.tensor.shape[0]
+        row_bytes = device_row_bytes(option, shard.size[1], optimizer)
+        # the number of each id's row, and the offset of each bag, for 8 bytes each down
+        up = copied.ids * _NUMBER_BYTES / _ID_BYTES
+        up += moved * (row_bytes + 2 * _NUMBER_BYTES)
+        down = copied.ids + moved * row_bytes
+        forecasts.append(BusForecast(up + down, without_device_rows))
     return forecasts
-
-
-def _arrivals(
-    option: ShardingOption, topology: Topology, measured: TableStatistics
-) -> float:
-    """Returns the rows of a batch of all ranks that are not on the GPU before it."""
-    ids = topology.world_size * option.batch_size * sum(measured.ids_per_sample or ())
-    unique_share = 1.0 if measured.unique_share is None else measured.unique_share
-    hot_share = measured.hot_share or 0.0
-    return float(ids * unique_share * (1 - hot_share))

@@ -114,18 +114,10 @@ def _candidate(
     if unsupported(dtype_of(option), narrow_state, optimizer) is not None:
         return None
     rows = ceil_div(planned_rows(options, num_embeddings, measured), HOT_PART)
-    if rows < world_size * _distinct_ids(option, measured):
+    samples = world_size * option.batch_size
+    if measured is not None and rows < measured.distinct_ids(samples):
         return None
     return _Candidate(option, rows, hot_share, optimizer)
-
-
-def _distinct_ids(option: ShardingOption, measured: TableStatistics | None) -> float:
-    """Returns the measured number of distinct ids of a batch of one rank."""
-    if measured is None or measured.ids_per_sample is None:
-        return 0
-    share = 1.0 if measured.unique_share is None else measured.unique_share
-    batch_size: int = option.batch_size
-    return batch_size * sum(measured.ids_per_sample) * share
 
 
 def _placed(candidate: _Candidate, free: dict[int, int]) -> bool:

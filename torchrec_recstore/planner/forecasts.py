@@ -375,10 +375,14 @@ class _Job:
             for rank, shard in zip(place.ranks, later.shards, strict=True):
                 lookups_ms[rank] += shard.perf.fwd_compute + shard.perf.bwd_compute
                 memory_later_bytes[rank] += shard.storage.ddr
-            for rank, bus in zip(place.ranks, buses.get(name, ()), strict=False):
-                # The planner counts the copies of tables without rows on the GPU.
-                lookups_ms[rank] -= bus.on_host / self._bus_bytes_per_ms
-                bus_bytes[rank] += bus.bytes
+            if name not in buses:
+                continue
+            for rank, bus in zip(place.ranks, buses[name], strict=True):
+                # The planner's time of the lookups has the copies of a table without
+                # rows on the GPU.
+                copies_ms = bus.copied_without_device_rows / self._bus_bytes_per_ms
+                lookups_ms[rank] -= copies_ms
+                bus_bytes[rank] += bus.copied
         placed_tables = self._placed_tables(plan, statistics)
         types: list[str] = []
         if self._ranks > 1:

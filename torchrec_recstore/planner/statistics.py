@@ -101,6 +101,16 @@ class TableStatistics:
         rows = round(self.rows + steps * self.rows_per_step)
         return replace(self, rows=max(0, rows))
 
+    def distinct_ids(self, samples: int) -> float:
+        """Returns the number of distinct ids of a batch of so many samples.
+
+        It is 0 if ``ids_per_sample`` was not measured. The share of distinct ids falls
+        with the size of a batch, so that the number is an upper bound for a batch that
+        is larger than the measured ones.
+        """
+        share = 1.0 if self.unique_share is None else self.unique_share
+        return samples * sum(self.ids_per_sample or ()) * share
+
 
 def _is_finite_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):

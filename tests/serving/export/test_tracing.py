@@ -270,11 +270,9 @@ def cases(by_name: Iterable[str]) -> list[Any]:
 
 def cases_of_kind(kind: str, by_name: Iterable[str]) -> list[Any]:
     """Returns cases of tensors that a model holds in one way."""
-    parameters = []
-    for name in by_name:
-        marks = () if name in QUICK else SLOW
-        parameters.append(pytest.param(kind, name, marks=marks))
-    return parameters
+    return [
+        pytest.param(kind, *case.values, marks=case.marks) for case in cases(by_name)
+    ]
 
 
 @pytest.mark.parametrize("index", ["hash", pytest.param("sorted", marks=SLOW)])
