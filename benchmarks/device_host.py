@@ -15,7 +15,9 @@ forward of ``host`` without its pooling. The steps are interleaved in one proces
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -71,6 +73,7 @@ class NoStreams:
         self.side_stream = NoStream()
         self.up_stream = NoStream()
         self.down_stream = NoStream()
+        self._blocks: dict[int, Iterator[Tensor]] = {}
 
     def current(self) -> NoStream:
         """Returns a stream."""
@@ -88,8 +91,20 @@ class NoStreams:
         """Does nothing."""
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of zeros."""
-        return torch.zeros(tuple(shape), dtype=dtype).as_subclass(Pinned)
+        """Returns a tensor in one of eight blocks, in turn.
+
+        A step has fewer tensors at once. Torch's allocator of pinned memory, too, gives
+        freed blocks out again, with sizes that are powers of two
+        (``CachingHostAllocatorImpl``, torch 2.13): their pages are not new ones.
+        """
+        count = math.prod(shape)
+        block_bytes = 1 << max(count * dtype.itemsize - 1, 0).bit_length()
+        if block_bytes not in self._blocks:
+            blocks = [torch.zeros(block_bytes, dtype=torch.uint8) for _ in range(8)]
+            self._blocks[block_bytes] = itertools.cycle(blocks)
+        block = next(self._blocks[block_bytes])
+        tensor = block[: count * dtype.itemsize].view(dtype).view(tuple(shape))
+        return tensor.as_subclass(Pinned)
 
 
 class NoKernels:

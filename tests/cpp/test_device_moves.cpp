@@ -70,7 +70,7 @@ void test_rows_are_staged_and_landed(Executor& executor) {
       next += work.stride(t);
     }
   }
-  commit_moves(work.tables);
+  commit_moves(work.tables, serial);
   CHECK(work.is_on_device(0, 1) && work.is_on_device(1, 13));
 
   // A pass finds the rows, changes them, and other rows take their places: they come back.
@@ -80,9 +80,9 @@ void test_rows_are_staged_and_landed(Executor& executor) {
     const auto pass = begun(work.group, batch, nullptr, serial);
     std::vector<int32_t> numbers(8);
     std::vector<int64_t> rows_of_staging{0, 0};
-    CHECK(pass->plan_on_device({0, kSlots}, {0, 1}, rows_of_staging, numbers.data()));
+    CHECK(pass->plan_on_device({0, kSlots}, {0, 1}, rows_of_staging, numbers.data(), serial));
     CHECK(work.plan(0).rows.empty() && work.plan(0).hits == 4);
-    commit_moves(work.tables);
+    commit_moves(work.tables, serial);
     pass->updated_on_device(serial);
   }
   std::vector<int64_t> others;
@@ -90,7 +90,7 @@ void test_rows_are_staged_and_landed(Executor& executor) {
   work.prefetch(others);
   CHECK(plan_ahead(*work.group));
   CHECK(work.plan(0).leaving.size() == 4 && work.plan(1).leaving.size() == 4);
-  commit_moves(work.tables);
+  commit_moves(work.tables, serial);
   const int64_t flying = floats_in_flight(work.tables);
   CHECK(flying == floats);
   CHECK_THROWS(plan_ahead(*work.group), InvalidArgument);  // rows are in flight
@@ -131,14 +131,14 @@ void test_pins() {
   auto pass = begun(work.group, batch, nullptr, serial);
   std::vector<int32_t> numbers(8);
   std::vector<int64_t> staged{0, 0};
-  CHECK(pass->plan_on_device({0, kSlots}, {0, 1}, staged, numbers.data()));
-  commit_moves(work.tables);
+  CHECK(pass->plan_on_device({0, kSlots}, {0, 1}, staged, numbers.data(), serial));
+  commit_moves(work.tables, serial);
   const auto prefetched = [&](int64_t first) {
     std::vector<int64_t> coming;
     for (int64_t i = 0; i < 8; ++i) coming.push_back(first + i);
     work.prefetch(coming);
     const bool is_planned = plan_ahead(*work.group);
-    commit_moves(work.tables);
+    commit_moves(work.tables, serial);
     return is_planned;
   };
   CHECK(prefetched(100));
@@ -160,21 +160,22 @@ void test_room_of_one_table() {
   prefetch(*work.group, ids.data(), 16, counts, serial);
   CHECK(plan_ahead(*work.group));
   CHECK(work.plan(0).rows.empty() && work.plan(1).rows.size() == 4);
-  commit_moves(work.tables);
+  commit_moves(work.tables, serial);
   CHECK(!work.is_on_device(0, 0) && work.is_on_device(1, 12));
 }
 
 void test_refusals() {
+  SerialExecutor serial;
   const auto plain = std::make_shared<Table>(TableConfig{});
   CHECK_THROWS(planned_floats({plain}), InvalidArgument);
   CHECK_THROWS(floats_in_flight({plain}), InvalidArgument);
-  CHECK_THROWS(commit_moves({plain}), InvalidArgument);
+  CHECK_THROWS(commit_moves({plain}, serial), InvalidArgument);
   abort_moves({plain});
   CHECK_THROWS(plan_ahead(*one_table_group(plain)), InvalidArgument);
   const Work work;
   CHECK(!plan_ahead(*work.group));  // nothing is prefetched
   work.tables[0]->close();
-  CHECK_THROWS(commit_moves(work.tables), InvalidArgument);
+  CHECK_THROWS(commit_moves(work.tables, serial), InvalidArgument);
   abort_moves(work.tables);
 }
 

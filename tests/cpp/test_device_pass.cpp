@@ -99,7 +99,7 @@ struct Side {
     settle(t, tables[t]->device()->dirty_slots({{slots.data(), static_cast<int64_t>(slots.size())}}));
   }
   // Copies what the plans of a pass say.
-  void carry_out(Pass& pass) {
+  void carry_out(Pass& pass, Executor& executor) {
     for (int64_t t = 0; t < 2; ++t) {
       const DeviceSlots::Plan& plan = tables[t]->device()->planned();
       if (!plan.leaving.empty()) flying[t].clear();
@@ -112,7 +112,7 @@ struct Side {
         std::copy_n(up.data() + static_cast<int64_t>(i) * stride, stride, device_row(t, plan.targets[i]));
       }
     }
-    commit_moves(pass.group().tables);
+    commit_moves(pass.group().tables, executor);
   }
 };
 
@@ -182,7 +182,7 @@ class Run {
     if (random_() % 4 != 0 && plan(*pair.pass, slots.data())) {
       pair.slots = std::move(slots);
       if (random_() % 8 != 0) {
-        side_.carry_out(*pair.pass);
+        side_.carry_out(*pair.pass, executor_);
       } else {  // a copy fails
         abort_moves(pair.pass->group().tables);
         pair.slots.clear();
@@ -199,9 +199,9 @@ class Run {
     CHECK(equal(out, wanted));
     pairs_.push_back(std::move(pair));
   }
-  static bool plan(Pass& pass, int32_t* slots) {
+  bool plan(Pass& pass, int32_t* slots) {
     std::vector<int64_t> staged{0};
-    return pass.plan_on_device({0, kSlots}, {0, 0}, staged, slots);
+    return pass.plan_on_device({0, kSlots}, {0, 0}, staged, slots, executor_);
   }
   void pool(const Pair& pair, float* out) {
     const std::vector<Slot> slots(pair.slots.begin(), pair.slots.end());
@@ -227,8 +227,8 @@ class Run {
       side_.settle(*pair.pass);
       pair.pass->backward(pair.data->grad.data(), rates, nullptr, executor_);
     } else {
-      pair.pass->plan_refresh();
-      side_.carry_out(*pair.pass);
+      pair.pass->plan_refresh(executor_);
+      side_.carry_out(*pair.pass, executor_);
       update(pair);
       pair.pass->updated_on_device(executor_);
     }
@@ -352,8 +352,8 @@ void test_moves() {
   auto pass = begun(group, batch, nullptr, serial);
   std::vector<int32_t> slots(kOnDevice);
   std::vector<int64_t> staged{0};
-  CHECK(pass->plan_on_device({0}, {0}, staged, slots.data()));
-  commit_moves(pass->group().tables);
+  CHECK(pass->plan_on_device({0}, {0}, staged, slots.data(), serial));
+  commit_moves(pass->group().tables, serial);
   pass->updated_on_device(serial);
   pass.reset();  // the slots of removed rows would wait for it
   // The index has a random seed, so that any row can have a low slot, from which it does not move.
@@ -400,8 +400,8 @@ void test_staged_rows() {
   const auto pass = begun(group, batch, nullptr, serial);
   std::vector<int32_t> numbers(5);
   std::vector<int64_t> staged{3};
-  CHECK(pass->plan_on_device({10}, {0}, staged, numbers.data()));
-  commit_moves(pass->group().tables);
+  CHECK(pass->plan_on_device({10}, {0}, staged, numbers.data(), serial));
+  commit_moves(pass->group().tables, serial);
   CHECK(numbers == (std::vector<int32_t>{-5, 10, -6, -5, 11}));
   CHECK(pass->refused_ids() == (std::vector<std::vector<int64_t>>{{7, 8}}));
   CHECK(staged[0] == 5);
@@ -437,6 +437,46 @@ void test_staged_rows() {
   CHECK(std::equal(rows.begin() + stride, rows.begin() + stride + kColumns, table->rows().row(slot)));
 }
 
+// The staged rows of two tables that share an arena are numbered one table after the other, and the numbers of device
+// slots stay as they are.
+void test_staged_rows_of_two_tables(Executor& executor) {
+  TableConfig config;
+  config.column_end = kColumns;
+  config.bounds.min_frequency = 2;
+  config.bounds.counter_bytes = 1 << 12;
+  std::vector<std::shared_ptr<Table>> tables;
+  for (int t = 0; t < 2; ++t) {
+    tables.push_back(std::make_shared<Table>(config));
+    tables.back()->make_device_slots(4);
+  }
+  const auto group =
+      std::make_shared<const Group>(tables, std::vector<Routing>(2), std::vector<int64_t>{0, 1, 0}, false);
+  const std::vector<int64_t> offsets{0, 2, 4, 6}, first{1, 1, 1, 1, 1, 1}, second{1, 8, 7, 1, 9, 8};
+  begun(group, {first.data(), 6, offsets.data(), nullptr, 1}, nullptr, executor).reset();
+  const auto pass = begun(group, {second.data(), 6, offsets.data(), nullptr, 1}, nullptr, executor);
+  std::vector<int32_t> numbers(6);
+  std::vector<int64_t> staged{3, 1};
+  CHECK(pass->plan_on_device({10, 20}, {0, 0}, staged, numbers.data(), executor));
+  CHECK(numbers == (std::vector<int32_t>{10, -5, -7, 20, -6, -5}));
+  CHECK(pass->refused_ids() == (std::vector<std::vector<int64_t>>{{8, 9}, {7}}));
+  CHECK(staged == (std::vector<int64_t>{6, 1}));
+}
+
+// A table without room leaves no plan in the others.
+void test_no_room_in_one_table(Executor& executor) {
+  std::vector<std::shared_ptr<Table>> tables{make_table(false), make_table(false), make_table(false)};
+  for (const auto& table : tables) table->make_device_slots(2);
+  const auto group =
+      std::make_shared<const Group>(tables, std::vector<Routing>(3), std::vector<int64_t>{0, 1, 2}, false);
+  const std::vector<int64_t> ids{1, 2, 1, 2, 3, 1}, offsets{0, 2, 5, 6};
+  const auto pass = begun(group, {ids.data(), 6, offsets.data(), nullptr, 1}, nullptr, executor);
+  std::vector<int32_t> numbers(6);
+  std::vector<int64_t> staged{0};
+  CHECK(!pass->plan_on_device({0, 2, 4}, {0, 0, 0}, staged, numbers.data(), executor));
+  for (const auto& table : tables) CHECK(table->device()->planned().rows.empty());
+  CHECK(staged[0] == 0);
+}
+
 void test_refusals() {
   SerialExecutor serial;
   const auto table = make_table(false);
@@ -449,13 +489,14 @@ void test_refusals() {
   const auto pass = begun(group, batch, nullptr, serial);
   std::vector<int32_t> slots(3);
   std::vector<int64_t> staged{0};
-  CHECK_THROWS(pass->plan_on_device({0}, {0}, staged, slots.data()), InvalidArgument);  // no device slots
+  CHECK_THROWS(pass->plan_on_device({0}, {0}, staged, slots.data(), serial), InvalidArgument);  // no device slots
   table->make_device_slots(2);
   CHECK_THROWS(table->make_device_slots(2), InvalidArgument);
-  CHECK_THROWS(pass->plan_on_device({}, {}, staged, slots.data()), InvalidArgument);
-  CHECK(pass->plan_on_device({5}, {0}, staged, slots.data()) && slots[0] == 5 && slots[1] == 6 && slots[2] == 5);
-  commit_moves(pass->group().tables);
-  CHECK_THROWS(pass->plan_on_device({5}, {0}, staged, slots.data()), InvalidArgument);  // once
+  CHECK_THROWS(pass->plan_on_device({}, {}, staged, slots.data(), serial), InvalidArgument);
+  CHECK(pass->plan_on_device({5}, {0}, staged, slots.data(), serial) && slots[0] == 5 && slots[1] == 6 &&
+        slots[2] == 5);
+  commit_moves(pass->group().tables, serial);
+  CHECK_THROWS(pass->plan_on_device({5}, {0}, staged, slots.data(), serial), InvalidArgument);  // once
   const float row[8] = {};
   CHECK_THROWS(land(*table, row, 1), InvalidArgument);
   const int32_t wrong = 2;
@@ -471,6 +512,9 @@ int main() {
   test_random_calls(threads);
   test_moves();
   test_staged_rows();
+  test_staged_rows_of_two_tables(serial);
+  test_staged_rows_of_two_tables(threads);
+  test_no_room_in_one_table(threads);
   test_refusals();
   return 0;
 }

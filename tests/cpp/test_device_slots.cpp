@@ -21,6 +21,14 @@ namespace {
 constexpr int64_t kIds = 25;
 constexpr uint64_t kNonsense = 0x7F7F7F7F;
 
+// Lets device slots read the frequency of each row from a function.
+template <class Frequency>
+DeviceSlots::Frequencies frequencies_of(const Frequency& frequency) {
+  return [frequency](const std::vector<Slot>& rows, std::vector<uint32_t>& frequencies) {
+    for (const Slot slot : rows) frequencies.push_back(frequency(slot));
+  };
+}
+
 // What an update does with a value.
 uint64_t updated(uint64_t value, uint64_t by) { return (value ^ (by + 0x9E3779B97F4A7C15u)) * 0xBF58476D1CE4E5B9u; }
 
@@ -183,9 +191,9 @@ class Run {
     table_.land();
     const std::vector<Slot> slots = pass.hosts;
     const auto half = static_cast<int64_t>(slots.size() / 2), rest = static_cast<int64_t>(slots.size()) - half;
-    const auto rank = [&](Slot slot) { return table_.frequency[slot]; };
+    const auto frequencies = frequencies_of([&](Slot slot) { return table_.frequency[slot]; });
     const bool fits = table_.device.plan({{slots.data(), half}, {slots.data() + half, rest}}, pass.number, oldest(),
-                                         rank, static_cast<int64_t>(table_.rows.size()));
+                                         frequencies, static_cast<int64_t>(table_.rows.size()));
     if (!fits) {
       ++table_.refused;
       return;
@@ -315,13 +323,13 @@ void test_random_calls() {
 // The least frequent rows leave first, and a row that is used does not leave for one that is not.
 void test_victims() {
   DeviceSlots device(4);
-  std::vector<uint64_t> frequency{5, 1, 3, 2, 9, 9};
-  const auto rank = [&](Slot slot) { return frequency[slot]; };
+  const std::vector<uint32_t> frequency{5, 1, 3, 2, 9, 9};
+  const auto frequencies = frequencies_of([&](Slot slot) { return frequency[slot]; });
   const std::vector<Slot> first{0, 1, 2, 3};
-  CHECK(device.plan({{first.data(), 4}}, 1, 1, rank, 6) && device.planned().arrivals == 4);
+  CHECK(device.plan({{first.data(), 4}}, 1, 1, frequencies, 6) && device.planned().arrivals == 4);
   device.commit();
   const std::vector<Slot> second{4, 0, 4, 5};
-  CHECK(device.plan({{second.data(), 4}}, 2, 2, rank, 6));
+  CHECK(device.plan({{second.data(), 4}}, 2, 2, frequencies, 6));
   CHECK(device.planned().arrivals == 2 && device.planned().hits == 1 && device.planned().leaving.empty());
   device.commit();
   CHECK(device.device_slot(1) == DeviceSlots::kNone && device.device_slot(3) == DeviceSlots::kNone);
@@ -331,13 +339,13 @@ void test_victims() {
 // A pass that is pending keeps its device slots, and a plan without room changes nothing.
 void test_no_room() {
   DeviceSlots device(2);
-  const auto rank = [](Slot) { return uint64_t{0}; };
+  const auto frequencies = frequencies_of([](Slot) { return uint32_t{0}; });
   const std::vector<Slot> first{0, 1}, second{2};
-  CHECK(device.plan({{first.data(), 2}}, 1, 1, rank, 3));
+  CHECK(device.plan({{first.data(), 2}}, 1, 1, frequencies, 3));
   device.commit();
-  CHECK(!device.plan({{second.data(), 1}}, 2, 1, rank, 3));
+  CHECK(!device.plan({{second.data(), 1}}, 2, 1, frequencies, 3));
   CHECK(device.planned().rows.empty() && device.rows() == 2);
-  CHECK(device.plan({{second.data(), 1}}, 3, 3, rank, 3));
+  CHECK(device.plan({{second.data(), 1}}, 3, 3, frequencies, 3));
   device.commit();
   CHECK(device.rows() == 2 && device.device_slot(2) != DeviceSlots::kNone);
   device.clear();
@@ -347,16 +355,16 @@ void test_no_room() {
 // A plan that would not see the rows in flight is refused.
 void test_plan_before_land() {
   DeviceSlots device(1);
-  const auto rank = [](Slot) { return uint64_t{0}; };
+  const auto frequencies = frequencies_of([](Slot) { return uint32_t{0}; });
   const std::vector<Slot> first{0}, second{1};
-  CHECK(device.plan({{first.data(), 1}}, 1, 1, rank, 2));
+  CHECK(device.plan({{first.data(), 1}}, 1, 1, frequencies, 2));
   const std::vector<DeviceSlot> distinct = device.planned().distinct;
   device.commit();
   device.changed_on_device(distinct, [](Slot) {});
-  CHECK(device.plan({{second.data(), 1}}, 2, 2, rank, 2));
+  CHECK(device.plan({{second.data(), 1}}, 2, 2, frequencies, 2));
   device.commit();
   CHECK(device.in_flight() == 1 && device.is_behind(0));
-  CHECK_THROWS(device.plan({{first.data(), 1}}, 3, 3, rank, 2), InvalidArgument);
+  CHECK_THROWS(device.plan({{first.data(), 1}}, 3, 3, frequencies, 2), InvalidArgument);
   int64_t landed = 0;
   device.land([&](int64_t, Slot slot) { landed += slot == 0 ? 1 : 100; });
   CHECK(landed == 1 && !device.is_behind(0));

@@ -31,10 +31,10 @@ DEVICE = [
         "A prefetch copies the row of a slot that its row has left.",
     ),
     _of_moves(
-        "if (!device.plan({{slots.data(), n}}, number, table.oldest_pass(), rank,"
-        " table.rows().slots())) return false;",
-        "if (!device.plan({{slots.data(), n}}, number, number, rank,"
-        " table.rows().slots())) return false;",
+        "if (!device.plan({{slots.data(), n}}, number, table.oldest_pass(),"
+        " frequencies_in(table), host_slots)) return false;",
+        "if (!device.plan({{slots.data(), n}}, number, number,"
+        " frequencies_in(table), host_slots)) return false;",
         "Prefetched rows take the device slots of a pending pass.",
     ),
     _of_moves(
@@ -81,8 +81,8 @@ DEVICE = [
         "A backward on the device updates rows that are older than the host's.",
     ),
     _of_slots(
-        "if (find_room(pass, std::min(oldest, pass), rank)) return true;",
-        "if (find_room(pass, pass, rank)) return true;",
+        "if (find_room(pass, std::min(oldest, pass), frequencies)) return true;",
+        "if (find_room(pass, pass, frequencies)) return true;",
         "Rows of a pending pass lose their device slots.",
     ),
     _of_slots(
@@ -125,6 +125,25 @@ DEVICE = [
         "An id without a row is not read from the cold store on a device.",
     ),
     _of_pass(
+        "if (!refused[t].empty()) move_staged_numbers(static_cast<int64_t>(t),"
+        " rows_before, out);",
+        ";",
+        "The refused rows of all tables are numbered from the first row of the"
+        " staging.",
+    ),
+    _of_pass(
+        "if (out[p] < -1) out[p] -= static_cast<int32_t>(rows_before);",
+        "out[p] -= static_cast<int32_t>(rows_before);",
+        "The numbers of device slots change with the rows that admission has refused.",
+    ),
+    _of_slots(
+        "for (size_t i = 0; i < taken.size(); ++i)"
+        " ranked.push_back(ranked_slot(uint64_t{of_rows[i]} + 1, taken[i]));",
+        "for (size_t i = 0; i < taken.size(); ++i)"
+        " ranked.push_back(ranked_slot(1, taken[i]));",
+        "Rows leave the device in the order of their device slots, not of their use.",
+    ),
+    _of_pass(
         "staged = std::move(staged_now);",
         ";",
         "Rows of two tables that admission refuses are read from one another.",
@@ -141,8 +160,10 @@ DEVICE = [
         "A save has rows that the device has changed after it began.",
     ),
     _of_pass(
-        "const auto of_table = ranges(static_cast<int64_t>(planned));",
-        "const auto of_table = ranges(0);",
+        "if (!device.plan(ranges(t), numbers_[t], table.oldest_pass(),"
+        " frequencies_in(table), host_slots)) {",
+        "if (!device.plan(ranges(0), numbers_[t], table.oldest_pass(),"
+        " frequencies_in(table), host_slots)) {",
         "A plan has the rows of the first table alone.",
     ),
     Mutation(

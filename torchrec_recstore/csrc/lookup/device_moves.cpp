@@ -90,8 +90,9 @@ void land_moves(const Tables& tables, const float* rows, Executor& executor) {
   });
 }
 
-void commit_moves(const Tables& tables) {
-  for (const auto& table : tables) device_slots(*LockedTable(table)).commit();
+void commit_moves(const Tables& tables, Executor& executor) {
+  for_each_task(executor, static_cast<int64_t>(tables.size()),
+                [&](int64_t t) { device_slots(*LockedTable(tables[t])).commit(); });
 }
 
 void abort_moves(const Tables& tables) noexcept {
@@ -119,13 +120,11 @@ std::vector<Slot> slots_ahead(const Group& group, const SlotsAhead& ahead, size_
 
 // Plans for one table. Returns false, and plans nothing, if the device has no room.
 bool plan_table_ahead(Table& table, const std::vector<Slot>& slots) {
-  const auto now = static_cast<uint32_t>(table.clock());
-  const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
-  const auto rank = [&](Slot slot) -> uint64_t { return aged_frequency(table.rows().meta(slot), now, half_life); };
   const uint64_t number = table.take_pass_number();
   DeviceSlots& device = *table.device();
   const int64_t n = static_cast<int64_t>(slots.size());
-  if (!device.plan({{slots.data(), n}}, number, table.oldest_pass(), rank, table.rows().slots())) return false;
+  const int64_t host_slots = table.rows().slots();
+  if (!device.plan({{slots.data(), n}}, number, table.oldest_pass(), frequencies_in(table), host_slots)) return false;
   device.forget_hits();  // the lookup counts them
   return true;
 }

@@ -25,7 +25,7 @@ int64_t floats_in_flight(const Tables& tables);
 // Writes the rows in flight. rows: (floats_in_flight(),).
 void land_moves(const Tables& tables, const float* rows, Executor& executor);
 // Ends the plans, which have been carried out.
-void commit_moves(const Tables& tables);
+void commit_moves(const Tables& tables, Executor& executor);
 // Ends the plans, of which nothing has been carried out. A closed table has none.
 void abort_moves(const Tables& tables) noexcept;
 

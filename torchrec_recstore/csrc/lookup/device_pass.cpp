@@ -1,6 +1,7 @@
 #include "lookup/device_pass.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -9,11 +10,27 @@
 #include "lookup/find.h"
 
 namespace recstore {
+namespace {
+
+constexpr size_t kMetaAhead = 16;  // rows whose bookkeeping is prefetched
+
+}  // namespace
 
 DeviceSlots& device_slots(const Table& table) {
   table.check_open();
   if (table.device() == nullptr) throw InvalidArgument("table '" + table.config().name + "' has no device slots");
   return *table.device();
+}
+
+DeviceSlots::Frequencies frequencies_in(const Table& table) {
+  return [&table](const std::vector<Slot>& rows, std::vector<uint32_t>& frequencies) {
+    const auto now = static_cast<uint32_t>(table.clock());
+    const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (i + kMetaAhead < rows.size()) __builtin_prefetch(&table.rows().meta(rows[i + kMetaAhead]));
+      frequencies.push_back(aged_frequency(table.rows().meta(rows[i]), now, half_life));
+    }
+  };
 }
 
 void stage_planned(const Table& table, int64_t begin, int64_t end, float* out) {
@@ -99,7 +116,7 @@ std::vector<DeviceSlots::Range> Pass::ranges(int64_t table) const {
 }
 
 bool Pass::plan_on_device(const std::vector<int64_t>& firsts, const std::vector<int64_t>& arenas,
-                          std::vector<int64_t>& staged, int32_t* out) {
+                          std::vector<int64_t>& staged, int32_t* out, Executor& executor) {
   if (firsts.size() != table_count() || arenas.size() != table_count()) {
     throw InvalidArgument("firsts and arenas must have one entry for each table");
   }
@@ -107,33 +124,38 @@ bool Pass::plan_on_device(const std::vector<int64_t>& firsts, const std::vector<
   const auto locks = group_->lock();
   for (const auto& table : group_->tables) device_slots(*table);
   planned_ = true;
-  std::vector<std::vector<DeviceSlots::DeviceSlot>> distinct;
+  std::vector<std::vector<DeviceSlots::DeviceSlot>> distinct(table_count());
   std::vector<std::vector<int64_t>> refused(table_count());
   std::vector<int64_t> staged_now = staged;
-  size_t planned = 0;
+  std::atomic<bool> has_room{true};
   const auto abort = [&] {
-    for (size_t t = 0; t < planned; ++t) group_->tables[t]->device()->abort();
+    for (const auto& table : group_->tables) table->device()->abort();
   };
   try {
-    for (; planned < table_count(); ++planned) {
-      const Table& table = *group_->tables[planned];
-      const auto now = static_cast<uint32_t>(table.clock());
-      const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
-      const auto rank = [&](Slot slot) -> uint64_t { return aged_frequency(table.rows().meta(slot), now, half_life); };
-      const auto of_table = ranges(static_cast<int64_t>(planned));
-      if (!table.device()->plan(of_table, numbers_[planned], table.oldest_pass(), rank, table.rows().slots())) {
-        abort();
-        return false;
+    for_each_task(executor, static_cast<int64_t>(table_count()), [&](int64_t t) {
+      if (!has_room) return;
+      const Table& table = *group_->tables[t];
+      DeviceSlots& device = *table.device();
+      const int64_t host_slots = table.rows().slots();
+      if (!device.plan(ranges(t), numbers_[t], table.oldest_pass(), frequencies_in(table), host_slots)) {
+        has_room = false;
+        return;
       }
-      distinct.push_back(table.device()->planned().distinct);
-    }
-    for (size_t t = 0; t < table_count(); ++t) {
-      number_positions(static_cast<int64_t>(t), firsts[t], staged_now[arenas[t]], refused[t], out);
-      staged_now[arenas[t]] += static_cast<int64_t>(refused[t].size());
-    }
+      distinct[t] = device.planned().distinct;
+      refused[t] = number_positions(t, firsts[t], out);
+    });
   } catch (...) {
     abort();
     throw;
+  }
+  if (!has_room) {
+    abort();
+    return false;
+  }
+  for (size_t t = 0; t < table_count(); ++t) {
+    int64_t& rows_before = staged_now[arenas[t]];
+    if (!refused[t].empty()) move_staged_numbers(static_cast<int64_t>(t), rows_before, out);
+    rows_before += static_cast<int64_t>(refused[t].size());
   }
   on_device_ = std::move(distinct);
   refused_ids_ = std::move(refused);
@@ -141,28 +163,31 @@ bool Pass::plan_on_device(const std::vector<int64_t>& firsts, const std::vector<
   return true;
 }
 
-void Pass::number_positions(int64_t table, int64_t first, int64_t staged, std::vector<int64_t>& refused,
-                            int32_t* out) const {
+std::vector<int64_t> Pass::number_positions(int64_t table, int64_t first, int32_t* out) const {
   const DeviceSlots& device = *group_->tables[table]->device();
   const auto* slots = static_cast<const Slot*>(slots_.data());
-  StagedRows rows(staged);
-  for (int64_t f = 0; f < group_->features(); ++f) {
-    if (group_->feature_tables[f] != table) continue;
-    for (int64_t p = batch_.offset(f * batch_.bags); p < batch_.offset((f + 1) * batch_.bags); ++p) {
-      if (slots[p] != kNoSlot) {
-        out[p] = static_cast<int32_t>(first + device.planned_slot(slots[p]));
-      } else {
-        out[p] = rows.number(group_->routings[table].raw_id(batch_.ids[p]), kNoSlot);
-      }
+  StagedRows refused(0);
+  for_each_position(table, [&](int64_t p) {
+    if (slots[p] != kNoSlot) {
+      out[p] = static_cast<int32_t>(first + device.planned_slot(slots[p]));
+    } else {
+      out[p] = refused.number(group_->routings[table].raw_id(batch_.ids[p]), kNoSlot);
     }
-  }
-  refused = rows.ids();
+  });
+  return refused.ids();
 }
 
-std::vector<bool> Pass::plan_refresh() {
+void Pass::move_staged_numbers(int64_t table, int64_t rows_before, int32_t* out) const {
+  for_each_position(table, [&](int64_t p) {
+    if (out[p] < -1) out[p] -= static_cast<int32_t>(rows_before);
+  });
+}
+
+std::vector<bool> Pass::plan_refresh(Executor& executor) {
   const auto locks = group_->lock();
   try {
-    for (size_t t = 0; t < on_device_.size(); ++t) group_->tables[t]->device()->plan_refresh(on_device_[t]);
+    for_each_task(executor, static_cast<int64_t>(on_device_.size()),
+                  [&](int64_t t) { group_->tables[t]->device()->plan_refresh(on_device_[t]); });
   } catch (...) {
     for (const auto& table : group_->tables) table->device()->abort();
     throw;
@@ -174,11 +199,11 @@ std::vector<bool> Pass::plan_refresh() {
 
 void Pass::updated_on_device(Executor& executor) {
   const auto locks = group_->lock();
-  for (size_t t = 0; t < on_device_.size(); ++t) {
+  for_each_task(executor, static_cast<int64_t>(on_device_.size()), [&](int64_t t) {
     Table& table = *group_->tables[t];
     table.device()->changed_on_device(on_device_[t], [&](Slot slot) { table.before_change(slot); });
     if (steps_[t] != kForgotten) table.count_update(static_cast<int64_t>(on_device_[t].size()), 0);
-  }
+  });
   Steps unsettled = steps_;  // of all tables at once: a call for each of them would group the batch again and again
   std::replace(unsettled.begin(), unsettled.end(), kForgotten, uint32_t{0});
   if (std::any_of(unsettled.begin(), unsettled.end(), [](uint32_t step) { return step != 0; })) {

@@ -54,5 +54,7 @@ void stage_rows(const Table& table, const int64_t* slots, const int64_t* ids, in
 
 // The table's device slots. Throws InvalidArgument if it has none.
 DeviceSlots& device_slots(const Table& table);
+// The frequencies of the table's rows at its present step.
+DeviceSlots::Frequencies frequencies_in(const Table& table);
 
 }  // namespace recstore

@@ -58,12 +58,12 @@ class Pass final : public PendingPass {
   // device slot, or -2 - r for row r of the staging. Returns false, and plans nothing, if the device has no room. A
   // pass is planned once. Throws std::bad_alloc, InvalidArgument.
   bool plan_on_device(const std::vector<int64_t>& firsts, const std::vector<int64_t>& arenas,
-                      std::vector<int64_t>& staged, int32_t* out);
+                      std::vector<int64_t>& staged, int32_t* out, Executor& executor);
   // The ids, by table, whose initial rows the plan has added to the staging, each once and in their order there.
   const std::vector<std::vector<int64_t>>& refused_ids() const { return refused_ids_; }
   // Plans that the stale rows of this pass are copied to the device again. Returns for each table whether it counts the
   // update; it does not if its rows were exchanged after the forward. commit_moves() and abort_moves() end both plans.
-  std::vector<bool> plan_refresh();
+  std::vector<bool> plan_refresh(Executor& executor);
   // Notes that the device has updated the rows: their marks, their step, and the count of updates.
   void updated_on_device(Executor& executor);
   // The output of a pass that has begun without one, from the rows of the host. out: (bags, columns).
@@ -82,9 +82,18 @@ class Pass final : public PendingPass {
   friend void accumulated_backward(const std::vector<std::shared_ptr<Pass>>&, const std::vector<const float*>&,
                                    const std::vector<float>&, Executor&);
   void count(const Distinct& distinct) noexcept;
-  // Writes the number of each position of a table to out, after its plan; see plan_on_device().
-  void number_positions(int64_t table, int64_t first, int64_t staged, std::vector<int64_t>& refused,
-                        int32_t* out) const;
+  template <class Visit>
+  void for_each_position(int64_t table, const Visit& visit) const {
+    for (int64_t f = 0; f < group_->features(); ++f) {
+      if (group_->feature_tables[f] != table) continue;
+      for (int64_t p = batch_.offset(f * batch_.bags); p < batch_.offset((f + 1) * batch_.bags); ++p) visit(p);
+    }
+  }
+  // Writes the number of each position of a table to out, after its plan, as if the table's rows were the first in the
+  // staging; see plan_on_device(). Returns the ids of these rows.
+  std::vector<int64_t> number_positions(int64_t table, int64_t first, int32_t* out) const;
+  // Changes the numbers of a table's rows in the staging, which begin after those of other tables.
+  void move_staged_numbers(int64_t table, int64_t rows_before, int32_t* out) const;
   void settle_without_memory() noexcept;
   ResolvedBatch resolved() const { return {*group_, batch_, static_cast<const Slot*>(slots_.data())}; }
 

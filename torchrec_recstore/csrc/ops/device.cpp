@@ -84,7 +84,7 @@ bool device_plan(Tensor context, std::vector<int64_t> firsts, std::vector<int64_
     for (; planned < all.size(); ++planned) {
       Pass& pass = *all[planned];
       const auto pass_firsts = entries_of(pass, firsts, table), pass_arenas = entries_of(pass, arenas, table);
-      if (!pass.plan_on_device(pass_firsts, pass_arenas, staged, numbers)) {
+      if (!pass.plan_on_device(pass_firsts, pass_arenas, staged, numbers, executor())) {
         abort_plans(all, planned);
         return false;
       }
@@ -115,7 +115,7 @@ Tensor device_plan_refresh(Tensor context) {
   size_t planned = 0;
   try {
     for (; planned < all.size(); ++planned) {
-      for (const bool is_counted : all[planned]->plan_refresh()) counts.push_back(is_counted ? 1 : 0);
+      for (const bool is_counted : all[planned]->plan_refresh(executor())) counts.push_back(is_counted ? 1 : 0);
     }
     return id_tensor(counts);
   } catch (...) {

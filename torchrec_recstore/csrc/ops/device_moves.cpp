@@ -66,7 +66,7 @@ void device_land_moves(std::vector<int64_t> handles, Tensor rows) {
   land_moves(all, float_data(rows), executor());
 }
 
-void device_commit_moves(std::vector<int64_t> handles) { commit_moves(tables_of(handles)); }
+void device_commit_moves(std::vector<int64_t> handles) { commit_moves(tables_of(handles), executor()); }
 void device_abort_moves(std::vector<int64_t> handles) { abort_moves(tables_of(handles)); }
 
 // Plans for the newest prefetched batches of groups. Returns whether a table has a plan.

@@ -1,7 +1,6 @@
 #include "rows/device_slots.h"
 
 #include <algorithm>
-#include <tuple>
 
 #include "base/error.h"
 
@@ -10,6 +9,8 @@ namespace {
 
 constexpr int64_t kAhead = 4;         // candidates that are found at once, in multiples of those that are needed,
 constexpr int64_t kPartOfSlots = 16;  // or at least this part of the device slots
+constexpr int64_t kRowsAhead = 16;    // rows whose entries are prefetched while those before are read
+constexpr int kSlotBits = 30;         // of a device slot, see DeviceSlots::kMost
 
 }  // namespace
 
@@ -65,14 +66,14 @@ void DeviceSlots::clear() noexcept {
   rows_ = 0;
 }
 
-bool DeviceSlots::plan(const std::vector<Range>& ranges, uint64_t pass, uint64_t oldest,
-                       const std::function<uint64_t(Slot)>& rank, int64_t host_slots) {
+bool DeviceSlots::plan(const std::vector<Range>& ranges, uint64_t pass, uint64_t oldest, const Frequencies& frequencies,
+                       int64_t host_slots) {
   if (!flight_.empty()) throw InvalidArgument("rows are in flight to the host: land them before a plan");
   if (device_of_.size() < static_cast<size_t>(host_slots)) device_of_.resize(static_cast<size_t>(host_slots), kNone);
   plan_pass_ = pass;
   try {
     find_rows(ranges, pass);
-    if (find_room(pass, std::min(oldest, pass), rank)) return true;
+    if (find_room(pass, std::min(oldest, pass), frequencies)) return true;
   } catch (...) {
     abort();
     throw;
@@ -85,6 +86,8 @@ void DeviceSlots::find_rows(const std::vector<Range>& ranges, uint64_t pass) {
   std::vector<DeviceSlot> stale;
   for (const Range& range : ranges) {
     for (int64_t i = 0; i < range.n; ++i) {
+      const Slot ahead = i + kRowsAhead < range.n ? range.slots[i + kRowsAhead] : kNoSlot;
+      if (ahead != kNoSlot) __builtin_prefetch(&device_of_[ahead]);
       const Slot slot = range.slots[i];
       if (slot == kNoSlot) continue;
       const uint32_t entry = device_of_[slot];
@@ -111,12 +114,12 @@ void DeviceSlots::find_rows(const std::vector<Range>& ranges, uint64_t pass) {
   }
 }
 
-bool DeviceSlots::find_room(uint64_t pass, uint64_t oldest, const std::function<uint64_t(Slot)>& rank) {
+bool DeviceSlots::find_room(uint64_t pass, uint64_t oldest, const Frequencies& frequencies) {
   bool searched = false;
   for (int64_t i = 0; i < plan_.arrivals;) {
     if (next_candidate_ == candidates_.size()) {
       if (searched) return false;
-      find_candidates(plan_.arrivals - i, oldest, rank);
+      find_candidates(plan_.arrivals - i, oldest, frequencies);
       searched = true;
       continue;
     }
@@ -132,18 +135,27 @@ bool DeviceSlots::find_room(uint64_t pass, uint64_t oldest, const std::function<
   return true;
 }
 
-void DeviceSlots::find_candidates(int64_t count, uint64_t oldest, const std::function<uint64_t(Slot)>& rank) {
-  struct Ranked {
-    uint64_t rank;  // 0 for a device slot without a row
-    DeviceSlot slot;
-    bool operator<(const Ranked& other) const { return std::tie(rank, slot) < std::tie(other.rank, other.slot); }
-  };
-  std::vector<Ranked> ranked;
+void DeviceSlots::find_candidates(int64_t count, uint64_t oldest, const Frequencies& frequencies) {
+  // A device slot and how much its row is used, as one number that is compared at once. 0: it has no row.
+  const auto ranked_slot = [](uint64_t uses, DeviceSlot slot) { return uses << kSlotBits | slot; };
+  std::vector<uint64_t> ranked;
+  std::vector<DeviceSlot> taken;
+  std::vector<Slot> rows;
   for (size_t d = 0; d < slots_.size(); ++d) {
     const Entry& entry = slots_[d];
     if (entry.pass >= oldest) continue;
-    ranked.push_back({entry.host == kNoSlot ? 0 : rank(entry.host) + 1, static_cast<DeviceSlot>(d)});
+    if (entry.host == kNoSlot) {
+      ranked.push_back(ranked_slot(0, static_cast<DeviceSlot>(d)));
+    } else {
+      taken.push_back(static_cast<DeviceSlot>(d));
+      rows.push_back(entry.host);
+    }
   }
+  std::vector<uint32_t> of_rows;
+  of_rows.reserve(rows.size());
+  frequencies(rows, of_rows);
+  ranked.reserve(ranked.size() + taken.size());
+  for (size_t i = 0; i < taken.size(); ++i) ranked.push_back(ranked_slot(uint64_t{of_rows[i]} + 1, taken[i]));
   const auto wanted = static_cast<size_t>(std::max(kAhead * count, size() / kPartOfSlots));
   if (wanted < ranked.size()) {
     std::nth_element(ranked.begin(), ranked.begin() + static_cast<int64_t>(wanted), ranked.end());
@@ -153,7 +165,10 @@ void DeviceSlots::find_candidates(int64_t count, uint64_t oldest, const std::fun
   candidates_.clear();
   next_candidate_ = 0;
   candidates_.reserve(ranked.size());
-  for (const Ranked& lowest : ranked) candidates_.push_back({lowest.slot, slots_[lowest.slot].pass});
+  for (const uint64_t lowest : ranked) {
+    const auto slot = static_cast<DeviceSlot>(lowest & ((uint64_t{1} << kSlotBits) - 1));
+    candidates_.push_back({slot, slots_[slot].pass});
+  }
 }
 
 void DeviceSlots::plan_refresh(const std::vector<DeviceSlot>& distinct) {

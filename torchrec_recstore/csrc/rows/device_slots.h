@@ -46,11 +46,13 @@ class DeviceSlots {
     int64_t arrivals = 0;              // number of `rows` that had no device slot
     int64_t hits = 0;                  // number of distinct rows that had one
   };
+  // Appends the frequency of each row to the second array.
+  using Frequencies = std::function<void(const std::vector<Slot>& rows, std::vector<uint32_t>& frequencies)>;
   // Plans that the rows of a pass have device slots. pass: its number, which ascends from call to call. oldest: the
-  // number of the oldest pending pass; the rows of later ones keep their device slots. rank: the rows with the lowest
-  // numbers leave the device first. host_slots: the number of slots of the host.
+  // number of the oldest pending pass; the rows of later ones keep their device slots. frequencies: the least frequent
+  // rows leave the device first. host_slots: the number of slots of the host.
   // Returns false, and plans nothing, if there is no room. Call it after land(). Throws std::bad_alloc.
-  bool plan(const std::vector<Range>& ranges, uint64_t pass, uint64_t oldest, const std::function<uint64_t(Slot)>& rank,
+  bool plan(const std::vector<Range>& ranges, uint64_t pass, uint64_t oldest, const Frequencies& frequencies,
             int64_t host_slots);
   // Plans that those of `distinct` that are stale are copied to the device again, before the device changes them.
   void plan_refresh(const std::vector<DeviceSlot>& distinct);
@@ -139,8 +141,8 @@ class DeviceSlots {
 
   uint32_t entry_of(Slot slot) const { return slot < device_of_.size() ? device_of_[slot] : kNone; }
   void find_rows(const std::vector<Range>& ranges, uint64_t pass);
-  bool find_room(uint64_t pass, uint64_t oldest, const std::function<uint64_t(Slot)>& rank);
-  void find_candidates(int64_t count, uint64_t oldest, const std::function<uint64_t(Slot)>& rank);
+  bool find_room(uint64_t pass, uint64_t oldest, const Frequencies& frequencies);
+  void find_candidates(int64_t count, uint64_t oldest, const Frequencies& frequencies);
 
   std::vector<Entry> slots_;         // by device slot
   std::vector<uint32_t> device_of_;  // by slot of the host
