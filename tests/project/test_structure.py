@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import pytest
 from tests.packages import PACKAGES, ROOT, sources
 
 MODULES = sources()
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 # A module imports from its own layer and from those before it: docs/inside.md.
 LAYERS = {
     "torchrec_recstore": (
@@ -43,6 +43,11 @@ BELOW = {  # the packages that a package may import
 FACADES = {"torchrec_recstore", "torchrec_recstore.inference"}
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
 def package_of(module: str) -> str:
     return module.partition(".")[0]
 
@@ -56,7 +61,7 @@ def layer_of(module: str) -> int:
 def imports(module: str) -> set[str]:
     """The modules of the packages that ``module`` imports anywhere, in functions too."""
     found = set()
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(module)):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
@@ -84,7 +89,11 @@ def imports(module: str) -> set[str]:
     return (found - set(PACKAGES) - {module}) & set(MODULES)
 
 
-GRAPH = {module: imports(module) for module in MODULES}
+@cache
+def graph() -> dict[str, set[str]]:
+    return {module: imports(module) for module in MODULES}
+
+
 # The rooms that stand beside each other: neither imports from the other.
 APART = {"torchrec_recstore_service.client", "torchrec_recstore_service.server"}
 
@@ -96,7 +105,7 @@ def room_of(module: str) -> str:
 def test_imports_point_one_way() -> None:
     within = {
         module: {other for other in found if package_of(other) == package_of(module)}
-        for module, found in GRAPH.items()
+        for module, found in graph().items()
         if module not in PACKAGES
     }
     for module, found in within.items():
@@ -110,7 +119,7 @@ def test_imports_point_one_way() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_distribution_imports_those_below_it(package: str) -> None:
-    for module, found in GRAPH.items():
+    for module, found in graph().items():
         if package_of(module) == package and module not in FACADES:
             assert {package_of(other) for other in found} <= BELOW[package] | {
                 package
@@ -120,7 +129,7 @@ def test_a_distribution_imports_those_below_it(package: str) -> None:
             above = set(PACKAGES) - BELOW[package] - {package}
             strings = [
                 node.value
-                for node in ast.walk(TREES[module])
+                for node in ast.walk(tree_of(module))
                 if isinstance(node, ast.Constant)
             ]
             named = [
@@ -139,7 +148,7 @@ def test_each_module_says_where_its_test_is() -> None:
     for module, path in MODULES.items():
         if path.name == "__init__.py" or f"test_{path.name}" in by_name:
             continue
-        docstring = ast.get_docstring(TREES[module]) or ""
+        docstring = ast.get_docstring(tree_of(module)) or ""
         line = re.search(r"^Tests: (.*?)\.$", docstring, re.MULTILINE | re.DOTALL)
         assert line is not None, (
             f"{module}: no test_{path.name}, and no line 'Tests: tests/....py.' in its"

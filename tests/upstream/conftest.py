@@ -4,6 +4,7 @@ hypothesis tests.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ processes.
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    mine = [item for item in items if item.path.is_relative_to(HERE)]
+    # faster for thousands of tests than is_relative_to()
+    mine = [item for item in items if str(item.path).startswith(f"{HERE}{os.sep}")]
     listed = entries()
     found = {
         item: [entry for entry in listed if entry.matches(_name(item))] for item in mine
