@@ -143,12 +143,10 @@ threading.Thread(target=serve).start()
 """
 )
 
+# The other tests of this file run STORES, TABLES and SAVE.
 SCRIPTS = {
-    "stores": STORES,
-    "tables": TABLES,
     "modules": MODULES,
     "client": CLIENT,
-    "save": SAVE,
     "pipeline": PIPELINE,
     "serving": SERVING,
     "after the main thread": AFTER_THE_MAIN_THREAD,
