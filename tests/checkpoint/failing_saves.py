@@ -45,12 +45,6 @@ def save(kind: str, model: DistributedModelParallel, folder: Path) -> None:
         save_checkpoint(model, folder / "first", overwrite=True)
 
 
-def assert_loads(path: Path, expected: list[Any], sharding: str) -> None:
-    model = models.recstore(sharding)
-    load_checkpoint(model, path)
-    models.assert_holds(model, expected)
-
-
 class Saves:
     """Saves of a model while the disk of one rank fails."""
 
@@ -58,6 +52,8 @@ class Saves:
         self.folder = folder
         self.fails_here = dist.get_rank() == failing_rank
         self.sharding = "row_wise" if dist.get_world_size() > 1 else "table_wise"
+        self.model = models.recstore(self.sharding)
+        self.other = models.recstore(self.sharding)
         self.tried: Counter[str] = Counter()
         self.raised: Counter[str] = Counter()
 
@@ -68,11 +64,18 @@ class Saves:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
         dist.barrier()
-        self.model = models.recstore(self.sharding)
         models.train(self.model)
         save_checkpoint(self.model, self.folder / "first")
         self.first = models.shards(self.model)
         models.train(self.model, steps=2, distinct=60)
+
+    def assert_loads(self, name: str, expected: list[Any]) -> None:
+        """Loads a checkpoint into the other model, whose rows are different ones
+        before.
+        """
+        models.train(self.other, steps=1, distinct=9)
+        load_checkpoint(self.other, self.folder / name)
+        models.assert_holds(self.other, expected)
 
     def failing(self, kind: str, names: str, error: int, first: int, count: int) -> int:
         """Makes a save of this kind while calls fail.
@@ -80,6 +83,7 @@ class Saves:
         Returns the number of calls of this rank that could fail.
         """
         before = models.shards(self.model)
+        saved = "first" if kind == "overwrite" else "next"
         files = sorted(path.name for path in self.folder.iterdir())
         dist.barrier()
         raised = None
@@ -96,11 +100,7 @@ class Saves:
         models.assert_holds(self.model, before)
         # All failures were at calls that the save can do without, or on the other rank.
         if raised is None:
-            assert_loads(
-                self.folder / ("first" if kind == "overwrite" else "next"),
-                before,
-                self.sharding,
-            )
+            self.assert_loads(saved, before)
         else:
             self.raised[names] += 1
             message = str(raised)
@@ -109,16 +109,12 @@ class Saves:
             left = sorted(path.name for path in self.folder.iterdir())
             assert left == files, (kind, names, first, count, left)
             dist.barrier()
-            assert_loads(self.folder / "first", self.first, self.sharding)
+            self.assert_loads("first", self.first)
             # Training goes on, and the same save works.
             models.train(self.model, steps=1)
             now = models.shards(self.model)
             save(kind, self.model, self.folder)
-            assert_loads(
-                self.folder / ("first" if kind == "overwrite" else "next"),
-                now,
-                self.sharding,
-            )
+            self.assert_loads(saved, now)
         dist.barrier()
         assert not list(self.folder.glob(".*")), sorted(self.folder.glob(".*"))
         if kind == "overwrite":
@@ -171,4 +167,4 @@ def main(rank: int, folder: Path, ranks: int, step: int) -> None:
 if __name__ == "__main__":
     directory, world_size, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     function = partial(main, folder=directory, ranks=world_size, step=every)
-    mp.start_processes(function, (), world_size, start_method="spawn")
+    mp.start_processes(function, (), world_size, start_method="fork")

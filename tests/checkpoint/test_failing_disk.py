@@ -15,7 +15,7 @@ from tests.failing_disk import environment_with_shim
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("ranks", "step"), [(1, 3), (2, 12)])
+@pytest.mark.parametrize(("ranks", "step"), [(1, 4), (2, 12)])
 def test_saves_while_the_disk_fails(tmp_path: Path, ranks: int, step: int) -> None:
     """The error names the file, the last checkpoint loads, no file is left, training
     goes on, and the next save works.
