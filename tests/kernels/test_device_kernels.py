@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.kernels.device_cases import OPTIMIZERS, ROW_DTYPES, SPECIAL, grid
+from tests.kernels.device_cases import COLUMNS, OPTIMIZERS, ROW_DTYPES, SPECIAL, grid
 from tests.kernels.device_work import (
     Arena,
     Case,
@@ -32,6 +32,10 @@ from torchrec_recstore.store import Table
 from .optimizer_cases import NADAM
 
 GRID = grid()
+QUICK = ("two_tables", "bfloat16_stochastic", "hot")
+"""The special cases that the interpreter runs in ``make test``."""
+SUMS_COLUMNS = ("row_wise_adagrad_bounds", "lamb")
+"""Optimizers whose sums over the columns of a row are tried with each number of them."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,7 @@ def test_reference_grid(optimizer: str) -> None:
             check_case(case, ReferenceKernels(), steps=3)
 
 
-@pytest.mark.parametrize("name", ["two_tables", "bfloat16_stochastic", "hot"])
+@pytest.mark.parametrize("name", QUICK)
 def test_interpreted_kernels_have_the_bits_of_the_core(
     interpreted: Interpreter, name: str
 ) -> None:
@@ -68,7 +72,7 @@ def test_interpreted_kernels_have_the_bits_of_the_core(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("name", [name for name in SPECIAL if name not in QUICK])
 def test_interpreted_special_cases(interpreted: Interpreter, name: str) -> None:
     interpreted.check(SPECIAL[name])
 
@@ -76,10 +80,17 @@ def test_interpreted_special_cases(interpreted: Interpreter, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_interpreted_grid(interpreted: Interpreter, optimizer: str) -> None:
-    for name, case in GRID.items():
-        is_checked = case.dtype is torch.float32 or case.columns == 50
-        if is_checked and name.startswith(f"{optimizer}-"):
-            interpreted.check(case, 1)
+    """50 columns of float32 and, in turn, of the other types, and another number of
+    columns in turn.
+    """
+    number = list(OPTIMIZERS).index(optimizer)
+    others = [columns for columns in COLUMNS if columns != 50]
+    if optimizer not in SUMS_COLUMNS:
+        others = [others[number % len(others)]]
+    settings = [(columns, torch.float32) for columns in (50, *others)]
+    settings.append((50, ROW_DTYPES[1 + number % 2]))
+    for columns, dtype in settings:
+        interpreted.check(GRID[f"{optimizer}-{columns}-{dtype}"], 1)
 
 
 def plain_lookup(kernels: DeviceKernels) -> dict[str, torch.Tensor]:
