@@ -19,8 +19,8 @@ from .leaving import PROGRAMS
 
 pytestmark = pytest.mark.timeout(1800)
 ROOT = Path(__file__).parents[2]
-QUICK = {"finished_at_exit_1", "failed_unasked_1"}
-"""Programs of the tests that are not slow."""
+QUICK = {"failed_unasked_1"}
+"""The programs of the test that is not slow."""
 
 
 def run(programs: Iterable[str], directory: Path) -> Path:
@@ -61,15 +61,12 @@ def check_saved(path: Path, world_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fixture", "world_size"),
-    [("left", 1), pytest.param("left_slowly", 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_process_that_ends_waits_for_its_checkpoint(
-    fixture: str, world_size: int, request: pytest.FixtureRequest
+    left_slowly: Path, world_size: int
 ) -> None:
     """The checkpoint is written even if a rank has destroyed the process group."""
-    left: Path = request.getfixturevalue(fixture)
+    left = left_slowly
     program = f"finished_at_exit_{world_size}"
     assert statuses(left, program) == [0] * world_size
     check_saved(left / program / "saved", world_size)
