@@ -13,8 +13,10 @@ import functools
 import os
 import random
 import sys
+import tempfile
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,47 @@ import torch
 import torch.distributed as dist
 import torchrec.test_utils
 from torchrec.distributed import comm
+from torchrec.test_utils import get_free_port
 
 from tests.distributed.workers import run_in_processes
 
 from .substitutes import SOURCE_PACKAGES, TEST_UTILS, Finder
+
+Call = functools.partial[None]
+"""What a rank runs: a function of the rank, the number of ranks, and the environment
+variables that are not those of the test.
+"""
+_collected: list[Call] | None = None
+
+
+@contextmanager
+def one_start(world_size: int) -> Iterator[None]:
+    """Runs at the end, one after the other in one start of the ranks, what tests have
+    run on ranks in this context. The imports of a rank take longer than a case.
+
+    A case that fails ends the others.
+    """
+    global _collected
+    calls: list[Call] = []
+    _collected = calls
+    try:
+        yield
+    finally:
+        _collected = None
+    with tempfile.TemporaryDirectory() as directory:
+        run_in_processes(
+            world_size,
+            functools.partial(_in_turn, calls=calls, store=f"{directory}/store"),
+        )
+
+
+def _in_turn(rank: int, world_size: int, calls: list[Call], store: str) -> None:
+    ports = dist.FileStore(store, world_size)  # type: ignore[attr-defined]
+    for number, call in enumerate(calls):
+        # The store of the last group may still listen to the last port.
+        if rank == 0:
+            ports.set(str(number), str(get_free_port()))
+        call(rank, world_size, {"MASTER_PORT": ports.get(str(number)).decode()})
 
 
 def run_on_ranks(
@@ -36,26 +75,31 @@ def run_on_ranks(
     **kwargs: Any,
 ) -> None:
     """Replaces ``MultiProcessTestBase._run_multi_process_test``."""
-    environment = dict(os.environ)  # a test sets environment variables for its ranks
-    run_in_processes(
-        world_size,
-        functools.partial(
-            _rank, environment=environment, function=callable, kwargs=kwargs
-        ),
-    )
+    # A test sets environment variables for its ranks.
+    call = functools.partial(_rank, dict(os.environ), callable, kwargs)
+    if _collected is None:
+        run_in_processes(world_size, functools.partial(call, changed={}))
+    else:
+        _collected.append(call)
 
 
 def _rank(
-    rank: int,
-    world_size: int,
     environment: dict[str, str],
     function: Callable[..., None],
     kwargs: dict[str, Any],
+    rank: int,
+    world_size: int,
+    changed: dict[str, str],
 ) -> None:
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(changed)
     torch.manual_seed(0)
     random.seed(rank)
-    function(rank=rank, world_size=world_size, **kwargs)
+    try:
+        function(rank=rank, world_size=world_size, **kwargs)
+    except Exception as error:
+        error.add_note(f"The case: {kwargs}")
+        raise
 
 
 def leave_group(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from .adapted import one_start
 from .models import FeatureProcessedNN, OtherModels, processed_tables
 from .sharders import BagSharder, FeatureProcessedSharder
 
@@ -45,6 +46,7 @@ def test_one_rank(processed: OtherModels, sharding: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_two_ranks(processed: OtherModels, sharding: str) -> None:
-    check(processed, sharding, 2)
+def test_two_ranks(processed: OtherModels) -> None:
+    with one_start(2):
+        for sharding in SHARDINGS:
+            check(processed, sharding, 2)
