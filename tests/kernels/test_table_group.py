@@ -139,9 +139,14 @@ def test_slots_are_kept_as_long_as_the_graph_is_and_no_longer(
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+    ("make", "backend"),
+    [
+        (pooled, "aot_eager"),
+        (sequence, "aot_eager"),
+        # No memory that a lookup of sequences reads is reused in this graph.
+        pytest.param(pooled, "inductor", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("make", [pooled, sequence])
 def test_compiled(make: Callable[[Table], Lookup], backend: str) -> None:
     torch._dynamo.reset()
 
