@@ -37,11 +37,7 @@ def _run(*arguments: object) -> None:
 
 @pytest.mark.slow
 def test_children_are_refused_at_once_and_do_not_hang(tmp_path: Path) -> None:
-    _run(4, tmp_path)
-
-
-@pytest.mark.slow
-def test_children_of_a_process_with_redis_and_a_server(tmp_path: Path) -> None:
+    """The parent has tables with stores in Redis and in a server, too."""
     with ExitStack() as servers:
         redis = (
             ""
@@ -50,7 +46,7 @@ def test_children_of_a_process_with_redis_and_a_server(tmp_path: Path) -> None:
         )
         server = RecStoreServer(tmp_path / "data")
         servers.callback(server.kill)
-        _run(60, tmp_path, redis, server.address)
+        _run(20, tmp_path, redis, server.address)
 
 
 class _Batches(Dataset[Tensor]):
