@@ -91,8 +91,10 @@ def from_all_to_all(
                 assert_same(whole(model), expected)
         save_checkpoint(model, f"{path}/{world_size}-{kind}")
         assert_same(whole(model), expected)
-    for model in built.values():
-        for saved in KINDS:
+    for number, model in enumerate(built.values()):
+        # All pairs of shardings at two ranks, and a third of them at more.
+        step = 1 if world_size == 2 else 3
+        for saved in KINDS[number % step :: step]:
             load_checkpoint(model, f"{path}/{world_size}-{saved}")
             assert_same(whole(model), expected)
         for name, shards in model.module.sparse.recstore_state.shards.items():
@@ -101,10 +103,10 @@ def from_all_to_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_sizes", [(2,), (4, 3, 2)])
 def test_every_sharding_and_world_size_to_every_other(
-    one_rank: None, tmp_path: Path, world_sizes: tuple[int, ...]
+    one_rank: None, tmp_path: Path
 ) -> None:
+    world_sizes = (4, 3, 2)
     path, before = str(tmp_path), [1]
     for kind in KINDS:
         model = build(kind)
