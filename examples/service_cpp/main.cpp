@@ -65,6 +65,7 @@ void run(const std::vector<std::string>& arguments) {
 
 int main(int count, char** arguments) try {
   run({arguments + 1, arguments + count});
+  return 0;
 } catch (const std::exception& error) {
   std::cerr << error.what() << "\n";
   return 1;

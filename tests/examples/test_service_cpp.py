@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,15 +63,16 @@ def test_the_slots_of_ids_are_those_of_the_header() -> None:
         assert f"== {slot}" in text
 
 
-def _build(output: Path, *arguments: str) -> None:
+def _build(output: Path, *arguments: str, **variables: str) -> str:
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": PYTHON_PATH}
     made = subprocess.run(
         [EXAMPLE / "build.sh", output, *arguments],
-        env=environment,
+        env=environment | variables,
         capture_output=True,
         text=True,
     )
     assert made.returncode == 0, made.stderr
+    return made.stdout
 
 
 class _Driver:
@@ -131,8 +133,13 @@ class _Driver:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver, which contains the example.
+
+    Without optimisation, because optimised code takes a compiler fifteen seconds.
+    """
     program = tmp_path_factory.mktemp("driver") / "driver"
-    _build(program, str(DRIVER), "-O0", "-Wall", "-Wextra", "-Werror")
+    warnings = ("-Wall", "-Wextra", "-Werror")
+    _build(program, str(DRIVER), "-O0", *warnings, "-I", str(EXAMPLE))
     return program
 
 
@@ -164,16 +171,18 @@ def _segments(server: RecStoreServer) -> int:
 @needs_grpc
 @pytest.mark.slow
 def test_the_example_compiles_without_a_warning_and_runs(
-    tmp_path: Path, servers: list[RecStoreServer]
+    program: Path, tmp_path: Path, servers: list[RecStoreServer]
 ) -> None:
-    """Without optimisation, because optimised code takes a compiler fifteen seconds."""
-    _build(tmp_path / "example", "-O0", "-Wall", "-Wextra", "-Werror")
+    # build.sh OUTPUT compiles the example alone by the command that made the program
+    command = _build(tmp_path / "example", CXX="echo").split()
+    assert str(EXAMPLE / "main.cpp") in command
+    assert command[command.index("-o") + 1] == str(tmp_path / "example")
     addresses = [server.address for server in servers]
     with RecStoreClient(addresses) as client:
         _table(client, "user")
         client.push("user", torch.tensor([7, -1]), torch.full((2, 8), 2.0))
         made = subprocess.run(
-            [tmp_path / "example", ",".join(reversed(addresses)), "user", "7", "-1"],
+            [program, "example", ",".join(reversed(addresses)), "user", "7", "-1"],
             capture_output=True,
             text=True,
         )
@@ -184,7 +193,7 @@ def test_the_example_compiles_without_a_warning_and_runs(
         assert lines[-1] == "7: 0 0 0 0 0 0 0 0"
         assert torch.equal(client.pull("user", torch.tensor([7]))[0], torch.zeros(8))
     wrong = subprocess.run(
-        [tmp_path / "example", addresses[0], "user", "7"],
+        [program, "example", addresses[0], "user", "7"],
         capture_output=True,
         text=True,
     )
@@ -194,8 +203,7 @@ def test_the_example_compiles_without_a_warning_and_runs(
 
 @needs_grpc
 @pytest.mark.slow
-@pytest.mark.parametrize("n_servers", [1, 2])
-@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize(("n_servers", "shared_memory"), [(1, False), (2, True)])
 def test_results_are_those_of_the_python_client(
     program: Path,
     servers: list[RecStoreServer],
@@ -472,40 +480,57 @@ def test_access(program: Path, tmp_path: Path) -> None:
 @needs_grpc
 @needs_redis
 @pytest.mark.slow
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_pair_goes_on(tmp_path: Path, program: Path, shared_memory: bool) -> None:
+def test_a_pair_goes_on(tmp_path: Path, program: Path) -> None:
     """Updates go on, once each, when the primary of a pair is killed, and when it
-    hangs.
+    hangs, with shared memory and without.
     """
     pair = ServerPair(tmp_path / "pair")
-    driver = None
+    drivers: list[_Driver] = []
     try:
         with pair.client() as client, RecStoreClient(private=True) as alone:
             _table(client, "t")
             _table(alone, "t")
             first = pair.primary()
-            driver = _Driver(
-                program,
-                tmp_path,
-                pair.address,
-                timeout_s=60,
-                shared_memory=shared_memory,
-            )
+            drivers += [
+                _driver_of_pair(program, tmp_path / name, pair, name == "shared")
+                for name in ("shared", "streams")
+            ]
             for what in (None, "kill", "hang"):
                 if what == "kill":
                     pair.servers[first].kill()
                 elif what == "hang":
                     pair.servers[1 - first].pause()
+                # the same gradients, since it is not known who comes first
                 grads = torch.randn(len(IDS), 8)
-                driver.done("update", "t", IDS, grads)
-                alone.update("t", IDS, grads)
-                assert _same_bits(driver.rows("t", IDS), alone.pull("t", IDS))
+                _update_at_once(drivers, grads)
+                for _ in drivers:
+                    alone.update("t", IDS, grads)
+                for driver in drivers:
+                    assert _same_bits(driver.rows("t", IDS), alone.pull("t", IDS))
                 if what == "kill":
                     pair.servers[first].start()
                     assert pair.primary() == 1 - first
             os.kill(pair.servers[1 - first].pid, signal.SIGCONT)
-            assert driver.call("pull", "t") == "ok"
+            for driver in drivers:
+                assert driver.call("pull", "t") == "ok"
     finally:
-        if driver is not None:
+        for driver in drivers:
             driver.close()
         pair.close()
+
+
+def _driver_of_pair(
+    program: Path, folder: Path, pair: ServerPair, shared_memory: bool
+) -> _Driver:
+    folder.mkdir()
+    return _Driver(
+        program, folder, pair.address, timeout_s=60, shared_memory=shared_memory
+    )
+
+
+def _update_at_once(drivers: list[_Driver], grads: Tensor) -> None:
+    def update(driver: _Driver) -> None:
+        driver.done("update", "t", IDS, grads)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(update, drivers))
