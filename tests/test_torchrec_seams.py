@@ -86,14 +86,14 @@ def uses(path: Path, name: str) -> Iterator[str]:
         for each in node.names
         if private(each.name)
     )
-    own = defined(tree)
+    theirs_alone = names_of_torchrec() - defined(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in (
-            "self",
-            "cls",
-            "super()",
-        ):
-            if node.attr in names_of_torchrec() - own and of_torchrec:
+        if isinstance(node, ast.Attribute):
+            if (
+                node.attr in theirs_alone
+                and of_torchrec
+                and ast.unparse(node.value) not in ("self", "cls", "super()")
+            ):
                 yield f"{node.lineno}: {ast.unparse(node)}"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
             "getattr",
@@ -103,7 +103,7 @@ def uses(path: Path, name: str) -> Iterator[str]:
             constant = (
                 node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
             )
-            if constant in names_of_torchrec() - own:
+            if constant in theirs_alone:
                 yield f"{node.lineno}: {ast.unparse(node)}"
         elif isinstance(node, ast.ClassDef) and node in tree.body:
             theirs = inherited(getattr(importlib.import_module(name), node.name))
