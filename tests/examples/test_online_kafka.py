@@ -171,6 +171,9 @@ generator.generate(generator.Settings.read(pathlib.Path(sys.argv[1])))
 """
 
 
+CLICKS = 12_000
+
+
 def start(role: str, folder: Path) -> subprocess.Popen[bytes]:
     program = {
         "generator": ["-c", GENERATOR],
@@ -187,12 +190,12 @@ def start(role: str, folder: Path) -> subprocess.Popen[bytes]:
 def test_killed_processes_have_the_bits_of_an_undisturbed_run(
     broker: KafkaBroker, tmp_path: Path
 ) -> None:
-    whole = settings(tmp_path / "whole", clicks=20_000)
+    whole = settings(tmp_path / "whole", clicks=CLICKS)
     generate(whole)
     train(whole)
 
     killed, stream = (
-        settings(tmp_path / "killed", clicks=20_000, url=broker.url),
+        settings(tmp_path / "killed", clicks=CLICKS, url=broker.url),
         stream_of(broker),
     )
     progress: dict[str, Callable[[], int]] = {
@@ -212,7 +215,7 @@ def test_killed_processes_have_the_bits_of_an_undisturbed_run(
             time.sleep(0.002)
 
     # The trainer takes some seconds to start.
-    for role in ["generator"] * 3 + ["trainer"] * 3:
+    for role in ["generator"] * 2 + ["trainer"] * 2:
         wait_for_progress(role)
         time.sleep(kills.uniform(0, 0.05))
         assert processes[role].poll() is None, (
@@ -230,15 +233,15 @@ def test_killed_processes_have_the_bits_of_an_undisturbed_run(
     assert [process.wait(100) for process in processes.values()] == [0, 0]
 
     assert (
-        read_batch(stream, 0, 20_000).tobytes()
-        == generated(killed, 1, 20_000).tobytes()
+        read_batch(stream, 0, CLICKS).tobytes()
+        == generated(killed, 1, CLICKS).tobytes()
     )
     chains = [
         read_chain(max(made.checkpoints.glob("step-*"))) for made in (whole, killed)
     ]
     assert compare_chains(*chains).equal
     first, second = (chain[-1].training_state for chain in chains)
-    assert first["offset"] == second["offset"] == 20_000
+    assert first["offset"] == second["offset"] == CLICKS
     assert first["windows"]["done"] == second["windows"]["done"]
     versions = {
         json.loads((made.folder / "trainer.json").read_text())["final_version"]
