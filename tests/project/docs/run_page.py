@@ -24,6 +24,7 @@ import torch
 from tests.packages import PYTHON_PATH
 from tests.redis_server import free_port
 
+from .page_commands import start_commands
 from .pages import Block
 
 TIMEOUT_S = 260
@@ -61,12 +62,7 @@ def run(
         made.mkdir()
     os.chdir(folder / "page")
     torch.set_num_threads(1)
-    # An installation has this command; a checkout may lack it.
-    recstore = commands / "recstore"
-    recstore.write_text(
-        f'#!/bin/sh\nexec "{sys.executable}" -m torchrec_recstore.cli "$@"\n'
-    )
-    recstore.chmod(0o755)
+    start_commands(commands)
     path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     os.environ.update(
         OMP_NUM_THREADS="1", PATH=path, PYTHONPATH=PYTHON_PATH, PYTHONWARNINGS="ignore"
