@@ -4,6 +4,7 @@ TorchRec.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 
@@ -93,6 +94,16 @@ def starred(hidden: tuple[str, ...], package: str) -> set[str]:
     """Returns the names that a star import binds, and checks those that ``dir`` and
     ``help`` show.
     """
+    return starred_and_said(hidden, package, set())[0]
+
+
+def starred_and_said(
+    hidden: tuple[str, ...], package: str, all_names: set[str]
+) -> tuple[set[str], list[str]]:
+    """Like :func:`starred`.
+
+    Returns also what the package says of each other name of ``all_names``, sorted.
+    """
     code = f"""
 names = {{}}
 exec("from {package} import *", names)
@@ -103,8 +114,14 @@ for name in dir(module):
     getattr(module, name)
 pydoc.plain(pydoc.render_doc(module))
 print(*sorted(names))
+for name in sorted({all_names!r} - names.keys()):
+    try:
+        getattr(module, name)
+    except ImportError as error:
+        print(error)
 """
-    return set(run(hidden, code).split())
+    names, *said = run(hidden, code).splitlines()
+    return set(names.split()), said
 
 
 def test_the_core_alone() -> None:
@@ -153,24 +170,27 @@ def test_everything() -> None:
     }
 
 
-@pytest.mark.parametrize("package", [*FACADES[1:], "torchrec_recstore_service"])
-def test_facades_without_torchrec(package: str) -> None:
-    everything = set(
-        run((), f"import {package} as module; print(*module.__all__)").split()
-    )
-    names = starred(TORCHREC, package)
-    assert names & everything
-    without = sorted(everything - names)
+WITHOUT_TORCHREC = (*FACADES[1:], "torchrec_recstore_service")
+
+
+@cache
+def everything() -> dict[str, list[str]]:
+    """The names of each package of ``WITHOUT_TORCHREC`` where all is installed."""
     code = f"""
-import {package} as module
-for name in {without!r}:
-    try:
-        getattr(module, name)
-    except ImportError as error:
-        print(error)
+import importlib, json
+packages = {WITHOUT_TORCHREC!r}
+print(json.dumps({{name: importlib.import_module(name).__all__ for name in packages}}))
 """
-    said = run(TORCHREC, code).splitlines()
-    for name, line in zip(without, said, strict=True):
+    names: dict[str, list[str]] = json.loads(run((), code))
+    return names
+
+
+@pytest.mark.parametrize("package", WITHOUT_TORCHREC)
+def test_facades_without_torchrec(package: str) -> None:
+    all_names = set(everything()[package])
+    names, said = starred_and_said(TORCHREC, package, all_names)
+    assert names & all_names
+    for name, line in zip(sorted(all_names - names), said, strict=True):
         assert line.startswith(
             f"{name} needs torchrec, which is not installed: pip install"
         )
