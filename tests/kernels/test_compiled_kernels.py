@@ -6,6 +6,8 @@ They run with the Triton that is installed. torch 2.12.1 brings Triton 3.7.1, an
 
 from __future__ import annotations
 
+from itertools import cycle, product
+
 import pytest
 import torch
 
@@ -79,6 +81,11 @@ CASES: dict[str, Case] = {
         **_NARROW,  # type: ignore[arg-type]
     ),
 }
+ON_ALL = [name for name in CASES if name not in OPTIMIZERS]
+ON_ONE = list(zip(OPTIMIZERS, cycle(ARCHITECTURES), strict=False))
+"""An optimizer and its architecture: the kernels of all optimizers have one source, and
+what an architecture makes of it is in the cases of ``ON_ALL``.
+"""
 
 
 def launches_of(case: Case) -> list[Launch]:
@@ -105,8 +112,9 @@ def test_kernels_of_a_usual_table() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "architecture"), [*ON_ONE, *product(ON_ALL, ARCHITECTURES)]
+)
 def test_kernels_of_a_step(name: str, architecture: str) -> None:
     for launch in launches_of(CASES[name]):
         check(launch, architecture)
