@@ -57,7 +57,7 @@ _MOST_CYCLES = 1_000_000
 """The longest sleep of a stream, less than a millisecond."""
 _BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "cuda.py"
 _EVERYTHING = replace(
-    device_rows.THOUSAND,
+    device_rows.EVERYTHING,
     steps=200,
     fails=False,
     delays=False,
