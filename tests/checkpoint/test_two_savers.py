@@ -14,7 +14,7 @@ from tests.processes import run_forked_command
 @pytest.mark.timeout(3600)
 def test_two_savers() -> None:
     done = run_forked_command(
-        ["-m", "tests.checkpoint.two_savers", "--rounds", "30"], timeout_s=3600
+        ["-m", "tests.checkpoint.two_savers", "--rounds", "16"], timeout_s=3600
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert "30 rounds" in done.stdout
+    assert "16 rounds" in done.stdout
