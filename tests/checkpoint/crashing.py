@@ -2,7 +2,7 @@
 
 It runs in a separate process, which forks a process for each kill.
 
-python -m tests.checkpoint.crashing one DIRECTORY      # 50 points of a save in one process
+python -m tests.checkpoint.crashing one DIRECTORY      # 30 points of a save in one process
 python -m tests.checkpoint.crashing ranks DIRECTORY    # one of two ranks dies
 """
 
@@ -30,7 +30,7 @@ from torchrec_recstore import load_checkpoint, save_checkpoint
 
 from . import models
 
-POINTS = 50
+POINTS = 30
 FILE_CALLS = (
     "fsync",
     "rename",
