@@ -14,7 +14,8 @@ cd "$folder"
 
 "${PYTHON:-python3}" -m venv venv
 export PATH="$folder/venv/bin:$PATH"
-pip() { python -m pip --disable-pip-version-check --quiet "$@"; }
+# Python compiles what the commands import. To compile all modules of all packages takes a minute.
+pip() { python -m pip --disable-pip-version-check --quiet "$@" --no-compile; }
 extras="$artifact[cli,examples,torchrec-cpu]"
 isolation=()
 if [[ "$artifact" == *.whl ]]; then
