@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import time
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -44,22 +44,28 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def _client(address: str, **options: object) -> RecStoreClient:
-    client = RecStoreClient([address], **options)  # type: ignore[arg-type]
-    for name in (KEPT, OWN):
-        client.init_data(name, (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
-    return client
+@contextmanager
+def _client(address: str, **options: object) -> Iterator[RecStoreClient]:
+    with RecStoreClient([address], **options) as client:  # type: ignore[arg-type]
+        for name in (KEPT, OWN):
+            client.init_data(name, (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
+        yield client
 
 
-def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Returns a stack of contexts that end after the test."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_a_connection_ends_with_its_token(tmp_path: Path, stack: ExitStack) -> None:
     file, metrics = write_secret(tmp_path / "token", OLD), f"127.0.0.1:{free_port()}"
     server = RecStoreServer(
         tmp_path / "data", "--token-file", str(file), "--metrics", metrics
     )
-    old, other = (
-        _client(server.address, token=OLD),
-        RawConnection(server.address, token=OLD),
-    )
+    old = stack.enter_context(_client(server.address, token=OLD))
+    other = RawConnection(server.address, token=OLD)
     ask = pb.SegmentRequest(
         pull=pb.PullHeader(table=KEPT, epoch=other.epoch)
     ).SerializeToString()
@@ -69,7 +75,7 @@ def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
     assert reply.code == 0
     assert _numbers(metrics)["recstore_shared_memory_connections"] == 2
     with pytest.raises(ServiceError, match="token is missing or wrong"):
-        _client(server.address, token=NEW)
+        stack.enter_context(_client(server.address, token=NEW))
     write_secret(file, NEW)
     # unauthenticated
     _until(lambda: (reply := other.send(ask)) is None or reply.code == 16)
@@ -83,7 +89,7 @@ def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
             match=r"table 'kept' on server .* the token is missing or wrong",
         ):
             call()
-    new = _client(server.address, token=NEW)
+    new = stack.enter_context(_client(server.address, token=NEW))
     assert torch.equal(new.pull(KEPT, IDS), torch.ones(400, 8))
     assert _numbers(metrics)["recstore_shared_memory_connections"] == 1
     with suppress(ConnectionError):  # a secret that the old token has given
@@ -91,12 +97,12 @@ def test_a_connection_ends_with_its_token(tmp_path: Path) -> None:
     server.kill()
 
 
-def test_memory_is_bounded_and_counted(tmp_path: Path) -> None:
+def test_memory_is_bounded_and_counted(tmp_path: Path, stack: ExitStack) -> None:
     metrics = f"127.0.0.1:{free_port()}"
     server = RecStoreServer(
         tmp_path / "data", "--metrics", metrics, "--max-request-memory", "0.5"
     )
-    client = _client(server.address)
+    client = stack.enter_context(_client(server.address))
     client.update(OWN, IDS, torch.ones(400, 8))
     client.update(OWN, IDS, torch.ones(400, 8))
     client.pull(OWN, IDS)
@@ -150,12 +156,14 @@ def _held(server: RecStoreServer) -> int:
 @pytest.mark.parametrize(
     "requests", [1500, pytest.param(20_000, marks=pytest.mark.slow)]
 )
-def test_attackers_change_no_row(own_server: RecStoreServer, requests: int) -> None:
+def test_attackers_change_no_row(
+    own_server: RecStoreServer, stack: ExitStack, requests: int
+) -> None:
     """Two processes send random requests.
 
     They change the arrays of each request while the server reads them.
     """
-    client = _client(own_server.address)
+    client = stack.enter_context(_client(own_server.address))
     client.push(KEPT, IDS, torch.randn(400, 8))
     client.update(KEPT, IDS, torch.randn(400, 8))
     rows, steps = client.pull(KEPT, IDS), client.stats(KEPT).steps

@@ -269,9 +269,8 @@ def test_clients_that_watch_the_health_are_few(own_server: RecStoreServer) -> No
 def test_what_clients_without_a_token_hold_is_bounded(tmp_path: Path) -> None:
     metrics = f"127.0.0.1:{free_port()}"
     server = RecStoreServer(tmp_path / "data", "--metrics", metrics)
-    client = _client(server)
-    client.push("t", IDS, torch.ones(100, 8))
-    with ExitStack() as stack:
+    with _client(server) as client, ExitStack() as stack:
+        client.push("t", IDS, torch.ones(100, 8))
         watches = []
         channels = _channels(server, 40, stack)
         for channel in channels:
