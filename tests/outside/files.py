@@ -7,6 +7,8 @@ who write such a file would.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import random
 import shutil
@@ -28,6 +30,7 @@ from tests.outside.fields import changed_document, places, renamed
 from tests.outside.names import HostileNames
 from tests.outside.sandbox import MARKED_WEIGHT, Sandbox
 from tests.redis_server import RedisServer
+from tests.serving.publish.test_publisher import change, publish, trained
 from torchrec_recstore.checkpoint import compact_checkpoint
 from torchrec_recstore.checkpoint.info import METADATA, read_chain
 from torchrec_recstore.checkpoint.reader import load_rows
@@ -59,6 +62,8 @@ class Case(ABC):
 
     readable: ClassVar[frozenset[str]] = frozenset()
     """The names of files that a load may read wherever they are."""
+    directories: ClassVar[tuple[str, ...]] = ()
+    """The names of directories that the directory of the files has."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -128,6 +133,7 @@ class Checkpoints(JsonCase):
     """
 
     readable = frozenset({METADATA})
+    directories = ("full", "delta")
     _NAMES = ("full", "delta", "second_delta", "row_wise", "column_wise")
 
     def prepare(self) -> None:
@@ -176,6 +182,8 @@ class Checkpoints(JsonCase):
 
 class DataDirectories(JsonCase):
     """The data directory of a server, which someone has copied there."""
+
+    directories = ("stopped-0", ".prepared-first")
 
     def prepare(self) -> None:
         """See :meth:`Case.prepare`."""
@@ -295,6 +303,10 @@ class PublishedStream(Case):
 class Deltas(Case):
     """The delta of an export, whose tensors have the names of tables."""
 
+    def __init__(self, data: Path) -> None:
+        super().__init__(data)
+        self._served = torch.jit.load(fixed.EXPORTS / "sorted" / "model.pt")
+
     def prepare(self) -> None:
         """See :meth:`Case.prepare`."""
         shutil.copytree(fixed.EXPORTS / "sorted", self.data, dirs_exist_ok=True)
@@ -342,7 +354,7 @@ class Deltas(Case):
         yield from attempt(self._applied)
 
     def _applied(self) -> list[Tensor]:
-        served = torch.jit.load(self.data / "model.pt")
+        served = copy.deepcopy(self._served)  # a copy is compiled already
         served.apply_delta(read_delta(self.data / "model.delta"))
         return [served.recstore_rows(name).float() for name in served.recstore_tables()]
 
@@ -360,8 +372,7 @@ class FileFuzzer:
         self._sandbox = sandbox
         self._random = chosen
         self._case = case
-        begins = ("full", "stopped-0", ".prepared-first", "000000000001", "first")
-        self._names = HostileNames(chosen, sandbox.root, begins)
+        self._names = HostileNames(chosen, sandbox.root, case.directories)
         self.results: Counter[str] = Counter()
         """The number of rounds, and of those in which something was read."""
 
@@ -385,17 +396,27 @@ class FileFuzzer:
             )
 
     def renamed_everywhere(self) -> None:
-        """Replaces each string of each document by names that lead to the victims."""
+        """Replaces each string by one of the names that lead to the victims.
+
+        Documents of the same kind have most strings in common. Each string is replaced
+        in one of the documents that have it.
+        """
         self._case.restore()
-        for name in self._case.documents():
+        documents = {name: self._case.read(name) for name in self._case.documents()}
+        owners: dict[str, list[str]] = {}
+        for name, document in documents.items():
+            for text in _texts(document):
+                owners.setdefault(text, []).append(name)
+        escapes = self._names.escapes()
+        self._random.shuffle(escapes)
+        every_escape = itertools.cycle(escapes)
+        for text in sorted(owners):
+            name = self._random.choice(owners[text])
+            hostile = next(every_escape)
             self._case.restore()
-            document = self._case.read(name)
-            for text in sorted(_texts(document)):
-                hostile = self._names.escape()
-                self._case.restore()
-                changed = renamed(document, text, hostile)
-                where = f"{name} with {hostile!r} for {text!r}"
-                self._checked(where, lambda: self._case.write(name, changed))  # noqa: B023
+            changed = renamed(documents[name], text, hostile)
+            where = f"{name} with {hostile!r} for {text!r}"
+            self._checked(where, lambda: self._case.write(name, changed))  # noqa: B023
 
     def _checked(self, where: str, change: Callable[[], None]) -> None:
         try:
@@ -437,14 +458,15 @@ def attempt(load: Callable[[], list[Tensor] | None]) -> list[Tensor]:
 
 
 def publish_twice(place: str) -> None:
-    """Publishes a model and a change of it."""
-    model = fixed.train_served(fixed.Served(), 3)
+    """Publishes a model and a change of it.
+
+    The model is a small one: the documents have the same fields for all models.
+    """
+    model = trained()
     with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher:
-        publisher.step()
-        publisher._writer.wait()  # type: ignore[union-attr]
-        fixed.train_served(model, 5)
-        publisher.step()
-        publisher._writer.wait()  # type: ignore[union-attr]
+        publish(publisher)
+        change(model, 0)
+        publish(publisher)
 
 
 def followed(place: str) -> list[Tensor]:
