@@ -44,7 +44,7 @@ from torchrec_recstore_service.wire.table_spec import TableSpec
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServer"]
 DIM = 4
 IDS = torch.arange(8)
-_ESCAPES = 10  # hostile names of each kind before a call
+_NAMES = 3  # other hostile names before a call
 _FAILURES = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 _MARKED_BYTES = np.float32(MARKED_WEIGHT).tobytes()
 
@@ -417,7 +417,12 @@ class Fuzzer:
         self._make_server = make_server
         begins = ("x", "monday", "0", "x/0", ".received-x", "stopped-0")
         self._names = HostileNames(chosen, sandbox.root, begins)
-        self._escapes = self._names.escapes()
+        escapes = self._names.escapes()
+        self._escapes = [
+            [name for name in escapes if name.count("../") == ups]
+            for ups in range(1, max(name.count("../") for name in escapes) + 1)
+        ]
+        self._turn = 0
         self._server = make_server()
         self._journeys = Journeys(self._server)
         self._calling: dict[str, list[str]] = {}  # by method, the journeys that call it
@@ -447,7 +452,7 @@ class Fuzzer:
         """Makes a journey with hostile names: in one field, or wherever a name is
         repeated.
         """
-        if number % 100 == 99:
+        if number % 50 == 49:
             self.restart()
         self._with_one_field(number)
         self._with_one_value()
@@ -472,11 +477,8 @@ class Fuzzer:
         def hostile_calls(call: Call) -> list[list[bytes]]:
             if call[0] != method:
                 return []
-            escapes = self._random.sample(self._escapes, _ESCAPES)
-            if number < len(every):
-                escapes = self._escapes
-            names = [name.encode() for name in escapes]
-            names += [self._names.bytes() for _ in range(_ESCAPES)]
+            names = [name.encode() for name in self._next_escapes()]
+            names += [self._names.bytes() for _ in range(_NAMES)]
             calls = []
             for name in names:
                 messages = [message.SerializeToString() for message in call[1]]
@@ -497,6 +499,17 @@ class Fuzzer:
             # next one is made.
             if number >= len(every) and self.results.fields[method, path] > before:
                 return
+
+    def _next_escapes(self) -> list[str]:
+        """Returns the paths that go up so often, or twice more often, by turns.
+
+        Victims lie beside four directories in a row. One of both numbers leads to a
+        victim, if the path begins at most two directories deep in the data directory.
+        """
+        first = self._turn % len(self._escapes)
+        second = (first + 2) % len(self._escapes)
+        self._turn += 1
+        return [*self._escapes[first], *self._escapes[second]]
 
     def _with_one_value(self) -> None:
         """Makes a journey whose calls all have the same hostile name."""

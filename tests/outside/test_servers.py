@@ -48,7 +48,7 @@ def _fuzz(sandbox: Sandbox, make_server: Callable[[], Server], rounds: int) -> F
 
 
 def test_no_field_of_a_call_leads_out_of_the_data_directory(sandbox: Sandbox) -> None:
-    rounds = max(ROUNDS, 2 * len(hostile_fields()))
+    rounds = max(ROUNDS // 2, len(hostile_fields()))
     results = _fuzz(sandbox, lambda: Server(sandbox), rounds).results
     assert results.fields.keys() == set(hostile_fields())
     assert {"OK", "INVALID_ARGUMENT"} <= results.statuses.keys()
@@ -62,7 +62,7 @@ def test_no_field_of_a_call_to_a_pair_leads_out(
     with redis_server(tmp_path / "redis") as redis:
         options = PairOptions("pair", redis.url, "127.0.0.1:0")
         results = _fuzz(
-            sandbox, lambda: Server(sandbox, options), 2 * len(hostile_fields())
+            sandbox, lambda: Server(sandbox, options), len(hostile_fields())
         ).results
     replicated = {path for method, path in hostile_fields() if method == "Replicate"}
     assert all(results.fields["Replicate", path] for path in replicated)
@@ -97,7 +97,7 @@ def test_the_fuzzer_finds_names_that_nothing_has_checked(
     """
     monkeypatch.setattr(SaveId, "check", lambda name: None)
     with pytest.raises(AssertionError, match=r"created: \[|outside of the directory"):
-        _fuzz(sandbox, lambda: Server(sandbox), 2 * len(hostile_fields()))
+        _fuzz(sandbox, lambda: Server(sandbox), len(hostile_fields()))
 
 
 def test_the_fuzzer_finds_the_deletion_of_a_directory_beside(
@@ -118,7 +118,5 @@ def test_the_fuzzer_finds_the_deletion_of_a_directory_beside(
         return checked_save(calls, request, is_active)
 
     monkeypatch.setattr(SetCalls, "save", save)
-    with pytest.raises(
-        AssertionError, match=r"x/\.\./\.\./victim.*deleted: .*own/victim"
-    ):
-        _fuzz(sandbox, lambda: Server(sandbox), 2 * len(hostile_fields()))
+    with pytest.raises(AssertionError, match=r"x/(\.\./)+victim.*deleted: .*/victim"):
+        _fuzz(sandbox, lambda: Server(sandbox), len(hostile_fields()))
