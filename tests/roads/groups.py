@@ -34,8 +34,13 @@ from torchrec_recstore.store import Table
 
 from ..kernels.optimizer_cases import NADAM
 
-LEG_STEPS = 5
+LEG_STEPS = 4
 """The number of training steps before each road."""
+MOST_ROADS = 5
+"""The number of roads of the longest journey of a group with bounds.
+
+There are more new ids after it, so that these tables evict soon.
+"""
 LAST_STEPS = 24
 """The number of training steps after the last road.
 
@@ -68,12 +73,10 @@ class State:
 
 def some_ids(step: int, rng: torch.Generator) -> Tensor:
     """Returns ids: 14 old ones again and again, negative ones, and new ones that are
-    seen in two steps only.
-
-    There are more new ids after two roads, so that tables with bounds evict soon.
+    seen in two steps only, of which there are more after the last road.
     """
     known = torch.randint(-10, 10, (14,), generator=rng) * 7_000_000_000_000_001
-    new_ids = 2 if step < 2 * LEG_STEPS else 6
+    new_ids = 2 if step < MOST_ROADS * LEG_STEPS else 6
     return torch.cat([known, torch.arange(2 * new_ids) + new_ids * step])
 
 
@@ -81,7 +84,7 @@ def no_ids_at_first(step: int, rng: torch.Generator) -> Tensor:
     """Returns ids in the steps after the last road only, so that the table has no rows
     before.
     """
-    return some_ids(step, rng)[: 0 if step < 3 * LEG_STEPS else None]
+    return some_ids(step, rng)[: 0 if step < MOST_ROADS * LEG_STEPS else None]
 
 
 BOUNDED: dict[str, Any] = {"max_rows": 256}
@@ -89,6 +92,13 @@ BOUNDED: dict[str, Any] = {"max_rows": 256}
 none is evicted before it: the evictions of a layout depend on its shards.
 
 The steps after it evict.
+"""
+
+ROWS_IN_MEMORY = 96
+"""The bound of the tables with cold stores.
+
+Four ranks move rows to the cold store before the last roads, and each of three servers,
+which have no cold stores, has room for its part of the rows of a journey.
 """
 
 PLAIN = {
@@ -128,12 +138,12 @@ OPTIONS = {
     ),
     "cold": State(
         lambda path: TableOptions(
-            max_rows=80, eviction=LRU(), cold_store=SSDStore(path)
+            max_rows=ROWS_IN_MEMORY, eviction=LRU(), cold_store=SSDStore(path)
         )
     ),
     "cold_with_expiry": State(
         lambda path: TableOptions(
-            max_rows=80,
+            max_rows=ROWS_IN_MEMORY,
             expiry=Expiry(seconds=20 * STEP_SECONDS),
             cold_store=SSDStore(path),
         ),

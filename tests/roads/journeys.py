@@ -59,6 +59,8 @@ class Journey:
 def travel(journeys: Sequence[Journey], path: Path) -> None:
     """Makes the journeys. Legs on the same number of ranks run in the same processes.
 
+    The tables are compared after each road, and after further steps at the end.
+
     Raises:
         AssertionError: A table differs from one that never moved. The message names the
             journey.
@@ -107,11 +109,13 @@ def _leg(journey: Journey, first: int, last: int, path: Path) -> None:
         model = ROADS[journey.roads[first - 1]].arrive(
             model, path / f"road-{first - 1}", None
         )
+        compare_now(model, group, first * LEG_STEPS)
     for place in range(first, last + 1):
         if place > first:
             fresh = build(group, journey.layouts[place][1], str(path / "cold"))
             train(fresh, group, range(900, 903))
             model = ROADS[journey.roads[place - 1]].arrive(fresh, path, model)
+            compare_now(model, group, place * LEG_STEPS)
         if place < len(journey.roads):
             road = ROADS[journey.roads[place]]
             road.prepare(model, path / f"road-{place}")
@@ -121,21 +125,26 @@ def _leg(journey: Journey, first: int, last: int, path: Path) -> None:
         compare(model, group, last * LEG_STEPS)
 
 
+def compare_now(model: torch.nn.Module, group: Group, steps: int) -> list[Table]:
+    """Compares the shards with tables that never moved, and returns these tables."""
+    tables = []
+    for name, shard in shards_of(model):
+        table = undisturbed(shard, name, group.tables[name], range(steps))
+        _assert_same(
+            shard.table, table, f"{name}, {shard.table.columns}, after step {steps}"
+        )
+        tables.append(table)
+    return tables
+
+
 def compare(model: torch.nn.Module, group: Group, steps: int) -> None:
     """Compares the shards with tables that never moved, now and after further steps."""
     shards = shards_of(model)
-    tables = [
-        undisturbed(shard, name, group.tables[name], range(steps))
-        for name, shard in shards
-    ]
+    tables = compare_now(model, group, steps)
     before = [
         (shard.table.stats(), table.stats())
         for (_, shard), table in zip(shards, tables, strict=True)
     ]
-    for (name, shard), table in zip(shards, tables, strict=True):
-        _assert_same(
-            shard.table, table, f"{name}, {shard.table.columns}, after the last road"
-        )
     last = range(steps, steps + LAST_STEPS)
     train(model, group, last)
     for (name, shard), table, (old, its_old) in zip(

@@ -8,7 +8,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from itertools import cycle, product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ import torch
 from torchrec_recstore.modules import RecStoreEmbeddingBagCollection
 
 from .groups import GROUPS, LEG_STEPS, eager, train
-from .journeys import compare
+from .journeys import compare, compare_now
 
 Module = RecStoreEmbeddingBagCollection
 
@@ -42,36 +42,27 @@ COPIES: dict[str, Callable[[Module, Module], Module]] = {
 }
 
 
-def _pairs() -> list[object]:
-    """Returns each pair of copies. Those of two neighbours in the list are not slow, so
-    that ``make test`` has each copy as the first and as the second one.
-    """
-    names = list(COPIES)
-    quick = set(zip(names, names[1:] + names[:1], strict=True))
-    return [
-        pytest.param(pair, marks=[] if pair in quick else pytest.mark.slow)
-        for pair in product(names, names)
-    ]
+NAMES = list(COPIES)
+WAYS = [
+    tuple(NAMES[(first + step) % len(NAMES)] for step in (0, 0, 1, 3, 2))
+    for first in range(len(NAMES))
+]
+"""The copies that the options take one after the other."""
 
 
-@pytest.mark.parametrize("pair", _pairs(), ids="-".join)
-def test_options(pair: tuple[str, str], tmp_path: Path) -> None:
-    travel("options", pair, tmp_path)
+def test_the_ways_have_each_pair() -> None:
+    pairs = {pair for way in WAYS for pair in pairwise(way)}
+    assert pairs == set(product(COPIES, COPIES))
 
 
-OPTIMIZERS = [name for name in GROUPS if name != "options"]
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_options(way: tuple[str, ...], tmp_path: Path) -> None:
+    travel("options", way, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "road"), zip(OPTIMIZERS, cycle(COPIES), strict=False))
-def test_optimizers(name: str, road: str, tmp_path: Path) -> None:
-    travel(name, (road,), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("road", COPIES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_with_each_copy(name: str, road: str, tmp_path: Path) -> None:
-    travel(name, (road,), tmp_path)
+@pytest.mark.parametrize("name", [name for name in GROUPS if name != "options"])
+def test_optimizers(name: str, tmp_path: Path) -> None:
+    travel(name, tuple(COPIES), tmp_path)
 
 
 def travel(name: str, roads: tuple[str, ...], path: Path) -> None:
@@ -82,4 +73,5 @@ def travel(name: str, roads: tuple[str, ...], path: Path) -> None:
         fresh = eager(group, str(path))
         train(fresh, group, range(900, 903))
         module = COPIES[road](module, fresh)
+        compare_now(module, group, (place + 1) * LEG_STEPS)
     compare(module, group, len(roads) * LEG_STEPS)

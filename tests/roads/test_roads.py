@@ -4,7 +4,8 @@ each pair of roads.
 
 from __future__ import annotations
 
-from itertools import count, product
+from collections.abc import Sequence
+from itertools import accumulate, cycle, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -12,30 +13,35 @@ import pytest
 from torchrec_recstore.optim import Adam
 from torchrec_recstore.utils import RecStoreWarning
 
-from .groups import GROUPS, Group, State, build, shards_of, train
+from .groups import GROUPS, MOST_ROADS, Group, State, build, shards_of, train
 from .journeys import Journey, Layout, travel
 from .roads import ROADS
 
-WORLDS = (1, 2, 4)
+WORLDS = (1, 4, 4, 2, 1, 1, 2, 2, 4)
+"""Numbers of ranks: each follows each of them in this circle."""
 SHARDINGS = ("table_wise", "row_wise", "column_wise", "hash")
-SAMPLE = (2, 1, 2)
+SAMPLE = (2, 1)
 """The numbers of ranks of the journeys that ``make test`` makes."""
+WITH_BOUNDS = ("options", "half")
+GROUPS_OF_OPTIMIZERS = [name for name in GROUPS if name != "options"]
 
 
 def layouts(
-    number: int, worlds: tuple[int, ...], roads: tuple[str, ...]
+    number: int, worlds: Sequence[int], roads: tuple[str, ...]
 ) -> tuple[Layout, ...]:
     """Returns the layouts of a journey.
 
-    The shardings go round with ``number``; each differs from the one before.
+    The shardings go round with ``number``; each differs from the one before. The
+    numbers of ranks go round with the roads that lead to other processes.
     """
-    found = [(worlds[0], SHARDINGS[number % 4])]
+    numbers = cycle(worlds)
+    found = [(next(numbers), SHARDINGS[number % 4])]
     for place, name in enumerate(roads):
         road, (world, sharding) = ROADS[name], found[-1]
         step = 1 + (number // 4 + place) % 3
         found.append(
             (
-                world if road.same_process else worlds[place + 1],
+                world if road.same_process else next(numbers),
                 (
                     sharding
                     if road.same_layout
@@ -46,64 +52,55 @@ def layouts(
     return tuple(found)
 
 
-def groups_of(road: str) -> list[str]:
-    """Returns the groups that differ by the optimizer and can take a road: servers run
-    no code of clients.
+def roads_from(number: int, *steps: int) -> tuple[str, ...]:
+    """Returns the road of a number, and further ones, each some steps after the road
+    before it in the circle of all roads.
     """
-    return [
-        name
-        for name in GROUPS
-        if name != "options" and (name, road) != ("own", "servers")
-    ]
+    names = list(ROADS)
+    places = accumulate(steps, initial=number)
+    return tuple(names[place % len(names)] for place in places)
+
+
+def parts_of(group: str, way: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Returns a way in parts that are as short as the bounds of a group's tables need."""
+    return [way[:4], way[4:]] if group in WITH_BOUNDS else [way]
 
 
 def journeys(road: str) -> list[Journey]:
     """Returns the journeys that begin with a road.
 
-    A road within a process has each number of ranks. Three other roads together have
-    each change of it.
+    Two of the options: their roads follow each other with each distance in the circle
+    of the roads, so that those of all roads have each pair. The other groups, which
+    differ by the optimizer, take all roads; servers run no code of clients, so that
+    one group does not take theirs.
     """
-    number = sorted(ROADS).index(road)
-    numbers = count(number)
-    found = [
-        Journey(
-            "options",
-            layouts(next(numbers), (WORLDS[first], WORLDS[second]), (road,)),
-            (road,),
-        )
-        for first, second in product(range(3), range(3))
-        if (
-            first == second
-            if ROADS[road].same_process
-            else (first + second) % 3 == number % 3
-        )
+    number = list(ROADS).index(road)
+    # Found by trying, so that each road has each change of the number of ranks.
+    first = 4 * number % len(WORLDS)
+    worlds = WORLDS[first:] + WORLDS[:first]
+    ways = [
+        ("options", roads_from(number, 3, 0, 1, 2)),
+        ("options", roads_from(number, 5, 6, 4)),
     ]
-    for group, worlds in zip(groups_of(road), product(WORLDS, repeat=3), strict=False):
-        found.append(Journey(group, layouts(next(numbers), worlds, (road,)), (road,)))
-    for other, worlds in zip(ROADS, product(WORLDS, repeat=3), strict=False):
-        found.append(
-            Journey(
-                "options",
-                layouts(next(numbers), worlds[::-1], (road, other)),
-                (road, other),
-            )
-        )
-    return found
+    for place, group in enumerate(GROUPS_OF_OPTIMIZERS[number :: len(ROADS)]):
+        way = roads_from(number, *[2**place] * (len(ROADS) - 1))
+        if group == "own":
+            way = tuple(name for name in way if name != "servers")
+        ways.extend((group, part) for part in parts_of(group, way))
+    return [
+        Journey(group, layouts(number + 5 * place, worlds, way), way)
+        for place, (group, way) in enumerate(ways)
+    ]
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_sample(road: str, tmp_path: Path) -> None:
-    """Each road with each state once; the group of the options goes on over another
-    road.
-    """
-    numbers = count(sorted(ROADS).index(road))
-    names = list(ROADS)
-    pair = (road, names[(names.index(road) + 3) % len(names)])
-    groups = groups_of(road)
-    group = groups[2 * names.index(road) % len(groups)]
+@pytest.mark.parametrize("group", ["options", "half"])
+def test_a_sample(group: str, tmp_path: Path) -> None:
+    """Each road with each option once, and with states of another type."""
+    number = 3 * (group == "half")
+    way = roads_from(number, *[1] * (len(ROADS) - 1))
     some = [
-        Journey("options", layouts(next(numbers), SAMPLE, pair), pair),
-        Journey(group, layouts(next(numbers), SAMPLE, (road,)), (road,)),
+        Journey(group, layouts(place, SAMPLE, part), part)
+        for place, part in enumerate(parts_of(group, way))
     ]
     travel(some, tmp_path)
 
@@ -116,18 +113,37 @@ def test_all(road: str, tmp_path: Path) -> None:
 
 def test_the_journeys_have_each_pair_of_roads_and_each_group() -> None:
     every = [journey for road in ROADS for journey in journeys(road)]
-    assert {journey.roads for journey in every if len(journey.roads) == 2} == set(
-        product(ROADS, ROADS)
-    )
-    each = {(group, road) for road in ROADS for group in ("options", *groups_of(road))}
-    assert {(journey.group, journey.roads[0]) for journey in every} == each
-    moves = {(journey.layouts[0], journey.layouts[1]) for journey in every}
-    assert {(before[0], after[0]) for before, after in moves} == set(
-        product(WORLDS, WORLDS)
-    )
+    pairs = {
+        pair
+        for journey in every
+        for pair in pairwise(journey.roads)
+        if journey.group == "options"
+    }
+    assert pairs == set(product(ROADS, ROADS))
+    each = {(journey.group, road) for journey in every for road in journey.roads}
+    assert each == set(product(GROUPS, ROADS)) - {("own", "servers")}
+    moves = [
+        (road, before, after)
+        for journey in every
+        for road, (before, after) in zip(
+            journey.roads, pairwise(journey.layouts), strict=True
+        )
+    ]
+    assert {(road, before[0], after[0]) for road, before, after in moves} == {
+        (road, before, after)
+        for road, before, after in product(ROADS, set(WORLDS), set(WORLDS))
+        if before == after or not ROADS[road].same_process
+    }
     assert (
-        len({(before[1], after[1]) for before, after in moves}) == len(SHARDINGS) ** 2
+        len({(before[1], after[1]) for _, before, after in moves})
+        == len(SHARDINGS) ** 2
     )
+
+
+def test_the_longest_journey_with_bounds() -> None:
+    every = [journey for road in ROADS for journey in journeys(road)]
+    lengths = [len(journey.roads) for journey in every if journey.group in WITH_BOUNDS]
+    assert max(lengths) == MOST_ROADS
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -17,6 +17,7 @@ from torchrec_recstore.inference import (
     load_library,
     read_delta,
 )
+from torchrec_recstore.modules import RecStoreEmbeddingBagCollection
 
 from .groups import GROUPS, LEG_STEPS, Group, batch_of, eager, train
 
@@ -66,23 +67,23 @@ def test_exports_and_deltas(name: str, index: str, tmp_path: Path) -> None:
         train(collection, group, range(leg * 2 * LEG_STEPS, (leg + 1) * 2 * LEG_STEPS))
         model.eval()
         export_delta(model, tmp_path / "delta.safetensors", base=served)
-        export_for_inference(
-            model, tmp_path / "full.pt", dtype=torch.float32, index=index
-        )
-        full = torch.jit.load(tmp_path / "full.pt")
         assert served.apply_delta(read_delta(tmp_path / "delta.safetensors"))
-        assert served.recstore_version() == full.recstore_version()
-        for table in group.tables:
-            ids = collection.embedding_bags[table].table.ids()
-            rows = collection.embedding_bags[table].table.lookup(ids).float()
-            for model_served in (served, full):
-                assert torch.equal(
-                    model_served.recstore_ids(table).sort().values, ids
-                ), table
-                order = model_served.recstore_ids(table).argsort()
-                assert torch.equal(
-                    model_served.recstore_rows(table)[1:][order], rows
-                ), table
-        some = features_of(group, 7)
-        assert torch.equal(served(some), full(some))
-        torch.testing.assert_close(full(some), model(some), rtol=0, atol=1e-6)
+        assert_has_rows_of(served, collection)
+    export_for_inference(model, tmp_path / "full.pt", dtype=torch.float32, index=index)
+    full = torch.jit.load(tmp_path / "full.pt")
+    assert served.recstore_version() == full.recstore_version()
+    assert_has_rows_of(full, collection)
+    some = features_of(group, 7)
+    assert torch.equal(served(some), full(some))
+    torch.testing.assert_close(full(some), model(some), rtol=0, atol=1e-6)
+
+
+def assert_has_rows_of(
+    served: torch.jit.ScriptModule, collection: RecStoreEmbeddingBagCollection
+) -> None:
+    for name, module in collection.embedding_bags.items():
+        ids = module.table.ids()
+        rows = module.table.lookup(ids).float()
+        order = served.recstore_ids(name).argsort()
+        assert torch.equal(served.recstore_ids(name)[order], ids), name
+        assert torch.equal(served.recstore_rows(name)[1:][order], rows), name
