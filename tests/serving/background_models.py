@@ -1,5 +1,5 @@
-"""Models for trainings beside threads: ten that TorchScript compiles, and ten that only
-TorchRec's tracer can compile.
+"""Models for trainings beside threads: ten that TorchScript compiles, and eleven that
+only TorchRec's tracer can compile.
 
 All of them are called with dense features and bags of ids, and have dropout, so that
 they use torch's generator.
@@ -373,6 +373,38 @@ class WithConstant(Pooled):
         return out
 
 
+class InManyWays(ByName):
+    """A model with all that the models above have, which the tracer compiles.
+
+    None of it changes what another part of it does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        factor = 0.5
+
+        def halved(values: Tensor) -> Tensor:
+            return (lambda given: given * factor)(values)
+
+        self.halved = halved
+        self.activation = lambda values: torch.tanh(values) * 0.5
+        self.leaky = functools.partial(nn.functional.leaky_relu, negative_slope=0.3)
+        self.settings = Settings(0.25)
+
+    def forward(
+        self, dense: Tensor, features: KeyedJaggedTensor, *, scale: float = 0.5
+    ) -> Tensor:
+        """(B, DENSE) and the bags -> (B, 1)."""
+        out = super().forward(dense, features) * scale
+        try:
+            function = self.absent
+        except AttributeError:
+            function = self.halved
+        out = self.leaky(self.activation(function(out))) * self.settings.scale
+        scaled = tuple(out * factor for factor in (0.25, 0.5, 0.75))
+        return torch.stack(scaled).sum(0)
+
+
 class Refused(Pooled):
     """A model that neither TorchScript nor the tracer can compile while ``refused`` is
     set.
@@ -490,4 +522,5 @@ TRACED: dict[str, Callable[[], nn.Module]] = {
     "by_name": ByName,
     "generator": WithGenerator,
     "closure": WithClosure,
+    "many_ways": InManyWays,
 }

@@ -230,32 +230,31 @@ THREADS: dict[str, Callable[[nn.Module, Path], AbstractContextManager[Beside]]] 
     "follower": following,
     "predictor": predicting,
 }
-TWO_PUBLISHERS = ("dlrm", "single", "two_of_one", "dlrm_dcn", "lambda", "try")
-"""Models that two publishers publish at once."""
-FAST = (
+CASES = [
     ("single", "two_publishers"),
-    ("dlrm_dcn", "two_publishers"),
-    ("lambda", "predictor"),
     ("deepfm", "predictor"),
+    ("many_ways", "predictor"),
+]
+"""Trainings that are not slow tests."""
+# The other models have no more than these: dlrm_projection has dlrm and the layers of
+# towers, by_methods pooled, attention sequences, and many_ways the other traced ones.
+SLOW_CASES = [
+    ("dlrm_projection", "predictor"),
+    ("by_methods", "predictor"),
+    ("attention", "predictor"),
+    # The requests of a predictor are merged, and this model has a fixed number of ids
+    # in each bag.
+    ("single", "follower"),
+    ("two_of_one", "two_publishers"),
+    ("dlrm_dcn", "predictor"),
+    ("many_ways", "two_publishers"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
 )
-
-
-def cases() -> Iterator[Any]:
-    """Yields each model with a predictor, which has a publisher and a follower, and some
-    with two publishers.
-    """
-    for name in (*SCRIPTED, *TRACED):
-        # The requests of a predictor are merged, and this model has a fixed number of
-        # ids in each bag.
-        kinds = ["follower" if name == "single" else "predictor"]
-        if name in TWO_PUBLISHERS:
-            kinds.append("two_publishers")
-        for threads in kinds:
-            fast = (name, threads) in FAST
-            yield pytest.param(name, threads, marks=() if fast else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("name", "threads"), cases())
 def test_training_beside_threads(name: str, threads: str, tmp_path: Path) -> None:
     make = {**SCRIPTED, **TRACED}[name]
     beside = trained(make, partial(THREADS[threads], place=tmp_path))
