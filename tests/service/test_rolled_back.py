@@ -183,9 +183,10 @@ def test_a_server_that_was_rolled_back_is_refused(
 
 
 @pytest.mark.parametrize(
-    "servers", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True
+    ("servers", "first"),
+    [(1, "new"), pytest.param(2, "old", marks=pytest.mark.slow)],
+    indirect=["servers"],
 )
-@pytest.mark.parametrize("first", ["old", "new"])
 def test_a_client_notices_that_all_servers_were_rolled_back(
     servers: list[RecStoreServer], first: str, tmp_path: Path
 ) -> None:
@@ -245,7 +246,7 @@ def test_clients_go_on_while_servers_are_stopped_and_started(
     threads = [threading.Thread(target=train, args=(place,)) for place in range(3)]
     for thread in threads:
         thread.start()
-    for some in (servers[:1], servers[1:], servers, servers):
+    for some in (servers[:1], servers[1:], servers):
         for server in some:
             server.stop()
         for server in some:

@@ -25,6 +25,8 @@ from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.segment import SEGMENT_BYTES
 
 IDS = torch.arange(-200, 200)
+REQUESTS = 5000
+"""The number of requests of each attacker."""
 OLD, NEW = "correct-horse-battery", "another-staple-of-16"
 
 
@@ -153,12 +155,7 @@ def _held(server: RecStoreServer) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "requests", [1500, pytest.param(20_000, marks=pytest.mark.slow)]
-)
-def test_attackers_change_no_row(
-    own_server: RecStoreServer, stack: ExitStack, requests: int
-) -> None:
+def test_attackers_change_no_row(own_server: RecStoreServer, stack: ExitStack) -> None:
     """Two processes send random requests.
 
     They change the arrays of each request while the server reads them.
@@ -175,7 +172,7 @@ def test_attackers_change_no_row(
                 "tests.service.raw_connection",
                 own_server.address,
                 str(seed),
-                str(requests),
+                str(REQUESTS),
             ]
         )
         for seed in range(2)
