@@ -32,7 +32,7 @@ from torchrec_recstore_service.server.lease import Lease, Record
 pytestmark = needs_redis
 
 IDS = torch.arange(40) * 7 - 3
-KILLS = int(os.environ.get("RECSTORE_TEST_KILLS", "15"))
+KILLS = int(os.environ.get("RECSTORE_TEST_KILLS", "7"))
 """The number of servers that are killed.
 
 A change of pairs is tested with 50, for which CI has no time.
