@@ -6,6 +6,7 @@ Clients use shared memory.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -50,11 +51,11 @@ def test_no_client_reads_rows_of_two_states(tmp_path: Path) -> None:
         with _client(servers) as client:
             client.push("t", IDS, torch.zeros(3000, 4))
             client.save("save-0")
-        for _ in range(10):
+        for count, is_lost in itertools.product((1, 2), (False, True)):
             idle, client = _client(servers), _client(servers)
             assert idle.pull("t", IDS).unique().tolist() == [saved]
             value = saved
-            victims = chosen.sample(servers, chosen.choice((1, 2)))
+            victims = chosen.sample(servers, count)
             killer = threading.Timer(
                 chosen.uniform(0.0, 0.5),
                 lambda each=victims: [server.kill() for server in each],
@@ -69,7 +70,7 @@ def test_no_client_reads_rows_of_two_states(tmp_path: Path) -> None:
                         client.save(f"save-{value}", overwrite=True)
                         saved = value
             killer.join()
-            lost = victims[0].data if chosen.random() < 0.4 else None
+            lost = victims[0].data if is_lost else None
             if lost is not None:
                 lost.rename(tmp_path / "copy")
             for server in victims:
