@@ -579,12 +579,25 @@ class DeviceStreams:
 
 def same(one: Any, other: Any) -> bool:
     """Returns whether results are equal, tensors in dictionaries and lists too."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            same(one[key], other[key]) for key in one
-        )
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    return difference(one, other) == ""
+
+
+def difference(one: Any, other: Any, place: str = "results") -> str:
+    """Returns the first place where results differ, and what is there; "" if they are
+    equal.
+    """
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return "" if torch.equal(one, other) else f"{place}: {one} and {other}"
+    if isinstance(one, dict) and one.keys() == other.keys():
+        parts = [(key, one[key], other[key]) for key in one]
+    elif isinstance(one, list) and len(one) == len(other):
+        parts = [
+            (number, *pair) for number, pair in enumerate(zip(one, other, strict=True))
+        ]
+    else:
+        return "" if one == other else f"{place}: {one} and {other}"
+    for key, of_one, of_other in parts:
+        found = difference(of_one, of_other, f"{place}[{key!r}]")
+        if found:
+            return found
+    return ""
