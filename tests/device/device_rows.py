@@ -358,7 +358,7 @@ EVERYTHING = Program(
     optimizers=[Adam(lr=0.01), RowWiseAdagrad(lr=0.1)],
     weights="trained",
     nonfinite_every=50,
-    steps=300,
+    steps=1000,
     graph_every=40,
     fails=True,
     delays=True,
@@ -367,7 +367,9 @@ EVERYTHING = Program(
 """All that the other programs have, together."""
 PROGRAMS: dict[str, Program] = {
     "everything": EVERYTHING,
-    "everything of sequences": replace(EVERYTHING, pools=False, weights="none"),
+    "everything of sequences": replace(
+        EVERYTHING, pools=False, weights="none", steps=300
+    ),
     "unlimited": Program(),
     "bounded": Program(options=[LIMITS], optimizers=[Adam(lr=0.1)], pooling="mean"),
     "weighted": Program(
