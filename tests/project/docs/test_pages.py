@@ -31,6 +31,7 @@ SLOW = {
     "first-table",
     "operations",
     "planner",
+    "serving",
     "triton",
 }
 """Pages whose blocks take the most time.
