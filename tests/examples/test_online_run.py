@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,13 @@ def test_a_stopped_follower_is_seen_and_an_interrupted_run_goes_on(
         samples = state()["samples"]
         return samples[-1]["second"] if samples else -1.0
 
+    # Tests that a shell has started with `&` ignore Ctrl-C, and so would this process.
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         wait_until(lambda: second() > 2, process)
         follower = state()["processes"]["follower"]["pid"]
