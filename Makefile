@@ -116,7 +116,7 @@ build/tsan/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 build/tsan/test_%: build/tsan/tests/cpp/test_%.o $(TSAN_OBJECTS)
 	$(CXX) $(TSAN) $^ -ldl -o $@
 
-TSAN_TESTS := $(foreach name,stress parts serving row_server server_rows,build/tsan/test_$(name))
+TSAN_TESTS := $(foreach name,stress parts serving row_server server_rows device_pass,build/tsan/test_$(name))
 
 .PHONY: $(TSAN_TESTS:%=run-%)
 $(TSAN_TESTS:%=run-%): run-%: %
