@@ -320,16 +320,17 @@ class Run {
   std::vector<Pair> pairs_;
 };
 
-void test_random_calls(Executor& executor) {
+void test_random_calls(Executor& executor, uint64_t seeds) {
   int64_t on_device = 0, on_host = 0, saves = 0;
-  for (uint64_t seed = 0; seed < 12; ++seed) {
+  for (uint64_t seed = 0; seed < seeds; ++seed) {
     Run run(seed, executor);
     run.run(400);
     on_device += run.on_device;
     on_host += run.on_host;
     saves += run.saves;
   }
-  CHECK(on_device > 500 && on_host > 500 && saves > 100);
+  const auto least = static_cast<int64_t>(40 * seeds);
+  CHECK(on_device > least && on_host > least && saves > least / 5);
 }
 
 // Rows that move in the host's memory keep their device slots.
@@ -508,8 +509,8 @@ void test_refusals() {
 int main() {
   SerialExecutor serial;
   Threads threads(3);
-  test_random_calls(serial);
-  test_random_calls(threads);
+  test_random_calls(serial, 12);
+  test_random_calls(threads, 4);  // an emulator starts threads slowly
   test_moves();
   test_staged_rows();
   test_staged_rows_of_two_tables(serial);
