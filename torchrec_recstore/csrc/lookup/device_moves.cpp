@@ -6,7 +6,6 @@
 
 #include "base/error.h"
 #include "lookup/device_pass.h"
-#include "row_loops/row_loops.h"
 
 namespace recstore {
 namespace {

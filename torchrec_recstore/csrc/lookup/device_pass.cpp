@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "lookup/find.h"
+#include "row_loops/row_loops.h"
 
 namespace recstore {
 namespace {

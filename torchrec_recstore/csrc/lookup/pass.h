@@ -84,9 +84,10 @@ class Pass final : public PendingPass {
   void count(const Distinct& distinct) noexcept;
   template <class Visit>
   void for_each_position(int64_t table, const Visit& visit) const {
-    for (int64_t f = 0; f < group_->features(); ++f) {
-      if (group_->feature_tables[f] != table) continue;
-      for (int64_t p = batch_.offset(f * batch_.bags); p < batch_.offset((f + 1) * batch_.bags); ++p) visit(p);
+    const auto* slots = static_cast<const Slot*>(slots_.data());
+    for (const DeviceSlots::Range& range : ranges(table)) {
+      const int64_t first = range.slots - slots;
+      for (int64_t p = first; p < first + range.n; ++p) visit(p);
     }
   }
   // Writes the number of each position of a table to out, after its plan, as if the table's rows were the first in the

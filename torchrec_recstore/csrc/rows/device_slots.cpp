@@ -10,7 +10,8 @@ namespace {
 constexpr int64_t kAhead = 4;         // candidates that are found at once, in multiples of those that are needed,
 constexpr int64_t kPartOfSlots = 16;  // or at least this part of the device slots
 constexpr int64_t kRowsAhead = 16;    // rows whose entries are prefetched while those before are read
-constexpr int kSlotBits = 30;         // of a device slot, see DeviceSlots::kMost
+constexpr int kSlotBits = 30;         // of a device slot
+static_assert(DeviceSlots::kMost == int64_t{1} << kSlotBits);
 
 }  // namespace
 
