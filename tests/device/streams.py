@@ -597,7 +597,7 @@ def difference(one: Any, other: Any, place: str = "results") -> str:
     else:
         return "" if one == other else f"{place}: {one} and {other}"
     for key, of_one, of_other in parts:
-        found = difference(of_one, of_other, f"{place}[{key!r}]")
-        if found:
-            return found
+        of_part = difference(of_one, of_other, f"{place}[{key!r}]")
+        if of_part:
+            return of_part
     return ""

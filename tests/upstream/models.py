@@ -8,8 +8,9 @@ compares their predictions.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
@@ -29,6 +30,16 @@ from . import adapted  # noqa: F401, before TorchRec's test modules
 from torchrec.distributed.test_utils.test_model_parallel import ModelParallelTestShared
 from torchrec.distributed.test_utils.test_sharding import sharding_single_rank_test
 # isort: on
+
+Case = TypeVar("Case", bound=MultiProcessTestBase)
+
+
+@contextmanager
+def set_up(case: Case) -> Iterator[Case]:
+    """Gives one of TorchRec's test cases between its ``setUp`` and ``tearDown``."""
+    case.setUp()
+    yield case
+    case.tearDown()
 
 
 class PooledModels(ModelParallelTestShared):

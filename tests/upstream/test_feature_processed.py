@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from .adapted import one_start
-from .models import FeatureProcessedNN, OtherModels, processed_tables
+from .models import FeatureProcessedNN, OtherModels, processed_tables, set_up
 from .sharders import BagSharder, FeatureProcessedSharder
 
 SHARDINGS = [
@@ -24,10 +24,8 @@ SHARDINGS = [
 
 @pytest.fixture
 def processed() -> Iterator[OtherModels]:
-    models = OtherModels()
-    models.setUp()
-    yield models
-    models.tearDown()
+    with set_up(OtherModels()) as models:
+        yield models
 
 
 def check(

@@ -5,7 +5,6 @@ batches, optimizers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -18,7 +17,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from .adapted import one_start
 from .exceptions import entries
-from .models import PooledModels
+from .models import PooledModels, set_up
 from .tables import KERNEL
 
 # isort: off
@@ -77,18 +76,10 @@ def fails(sharding: str, kind: str) -> bool:
     return by_gloo or any(entry.matches(name) for entry in entries())
 
 
-@contextmanager
-def models() -> Iterator[PooledModels]:
-    made = PooledModels()
-    made.setUp()
-    yield made
-    made.tearDown()
-
-
 @pytest.fixture
 def pooled() -> Iterator[PooledModels]:
-    with models() as made:
-        yield made
+    with set_up(PooledModels()) as models:
+        yield models
 
 
 def sharder(sharding: str, kernel: str = KERNEL, **kwargs: Any) -> Any:
@@ -104,7 +95,7 @@ def test_one_rank(pooled: PooledModels, sharding: str, kind: str) -> None:
 
 def check_on_two_ranks(sharding: str, kind: str) -> None:
     qcomms = KINDS[kind].get("qcomms_config")
-    with models() as pooled:
+    with set_up(PooledModels()) as pooled:
         pooled.check(
             sharder(sharding, qcomms_config=qcomms), sharding, 2, **KINDS[kind]
         )
@@ -147,7 +138,7 @@ def test_optimizers(pooled: PooledModels, sharding: str, optimizer: str) -> None
 def test_optimizers_on_two_ranks() -> None:
     with one_start(2):
         for sharding, optimizer in product(["table_wise", "row_wise"], OPTIMIZERS):
-            with models() as pooled:
+            with set_up(PooledModels()) as pooled:
                 pooled.check(
                     sharder(sharding),
                     sharding,

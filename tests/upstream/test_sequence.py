@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from .adapted import one_start
-from .models import OtherModels, sequence_tables
+from .models import OtherModels, sequence_tables, set_up
 from .tables import KERNEL
 
 from torchrec.distributed.tests import test_sequence_model  # isort: skip
@@ -33,18 +32,10 @@ FAILING = "varying batch per feature"
 """The kind that fails on one rank already."""
 
 
-@contextmanager
-def models() -> Iterator[OtherModels]:
-    made = OtherModels()
-    made.setUp()
-    yield made
-    made.tearDown()
-
-
 @pytest.fixture
 def sequences() -> Iterator[OtherModels]:
-    with models() as made:
-        yield made
+    with set_up(OtherModels()) as models:
+        yield models
 
 
 def check(
@@ -78,7 +69,7 @@ def test_two_ranks() -> None:
     with one_start(2):
         for sharding, kind in product(SHARDINGS, KINDS):
             if kind != FAILING:
-                with models() as sequences:
+                with set_up(OtherModels()) as sequences:
                     check(sequences, sharding, 2, **KINDS[kind])
 
 
