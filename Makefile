@@ -42,7 +42,7 @@ $(VENV)/.dev-requirements: requirements/dev.txt requirements/cold.txt requiremen
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.train-requirements packaging/native_build.py $(foreach d,. service serving,$(wildcard $d/setup.py) $d/setup.cfg $d/pyproject.toml) $(SOURCES)
-	@echo "building the native libraries of three packages, which takes two minutes of processor time"
+	@echo "building the native libraries of three packages, which takes two to five minutes of processor time"
 	@RECSTORE_BUILD_PROGRESS=/proc/$$$$/fd/2 $(PIP) install --no-build-isolation --no-deps --editable . --editable service --editable serving
 	@touch $@
 
