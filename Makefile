@@ -64,12 +64,13 @@ test: build $(VENV)/.dev-requirements  ## lint, the C++ tests, and the Python te
 
 # The C++ tests run together, so that no core waits for the last test of a target.
 TEST_ARM := $(if $(shell command -v $(ARM_CXX) 2>&1),$(if $(shell command -v $(firstword $(ARM_RUN)) 2>&1),test-arm))
+SLOW_CPP := test-faults test-tsan $(TEST_ARM)
 
-test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults, test-tsan, and test-arm if it can run: the second step of CI
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m slow $(ARGS)
-	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) test-faults test-tsan $(TEST_ARM)
+test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults, test-tsan, and test-arm if it can run; with THIRD=1, 2 or 3 a third of them: the second step of CI
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m slow $(THIRD:%=--third %) $(ARGS)
+	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) build $(if $(THIRD),$(word $(THIRD),$(SLOW_CPP)),$(SLOW_CPP))
 
-test-all:  ## everything that CI runs: make test, then make test-slow
+test-all:  ## make test, then make test-slow
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-slow
 

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,32 @@ import torch.distributed as dist
 
 # with xdist too
 from .upstream.summary import pytest_terminal_summary as pytest_terminal_summary
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--third",
+        type=int,
+        choices=(1, 2, 3),
+        help="run a third of the tests: all cases of a function are in the same third",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leaves the tests of the asked third. The name of a function says in which it is,
+    so that a new test moves no other one.
+    """
+    third = config.getoption("--third")
+    if third is None:
+        return
+    in_third: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        in_third[zlib.crc32(function.encode()) % 3 + 1 == third].append(item)
+    config.hook.pytest_deselected(items=in_third[False])
+    items[:] = in_third[True]
 
 
 def pytest_collection_finish() -> None:
