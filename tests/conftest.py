@@ -33,12 +33,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leaves the tests of the asked third. The name of a function says in which it is,
-    so that a new test moves no other one.
+    """Leaves the tests of the asked third, and begins with the modules that have long
+    tests, which would otherwise run at the end while the other workers wait.
     """
     third = config.getoption("--third")
-    if third is None:
-        return
+    if third is not None:
+        leave_third(third, config, items)
+    longest: dict[str, float] = {}
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        seconds = 0 if limit is None else limit.args[0]
+        module = module_of(item)
+        longest[module] = max(seconds, longest.get(module, 0))
+    items.sort(key=lambda item: -longest[module_of(item)])
+
+
+def module_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def leave_third(third: int, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects the tests of the other two thirds. The name of a function says in which
+    it is, so that a new test moves no other one.
+    """
     in_third: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
         function = item.nodeid.partition("[")[0]
