@@ -55,7 +55,11 @@ def test_the_ways_have_each_pair() -> None:
     assert pairs == set(product(COPIES, COPIES))
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(
+    "way",
+    [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])],
+    ids="-".join,
+)
 def test_options(way: tuple[str, ...], tmp_path: Path) -> None:
     travel("options", way, tmp_path)
 

@@ -93,7 +93,9 @@ def journeys(road: str) -> list[Journey]:
     ]
 
 
-@pytest.mark.parametrize("group", ["options", "half"])
+@pytest.mark.parametrize(
+    "group", [pytest.param("options", marks=pytest.mark.slow), "half"]
+)
 def test_a_sample(group: str, tmp_path: Path) -> None:
     """Each road with each option once, and with states of another type."""
     number = 3 * (group == "half")

@@ -49,7 +49,7 @@ def features_of(group: Group, step: int) -> KeyedJaggedTensor:
 @pytest.mark.parametrize(
     ("name", "index"),
     [
-        ("options", "sorted"),
+        pytest.param("options", "sorted", marks=pytest.mark.slow),
         ("options", "hash"),
         ("half", "sorted"),
         ("half_rows", "hash"),

@@ -123,7 +123,12 @@ def refuses(model: Any, batch: KeyedJaggedTensor, message: str, form: str) -> No
     assert message in error, f"{form}: {error or 'no error'}"
 
 
-MODELS = [Bags, weighted_bags, Rows, Traced]
+MODELS = [
+    pytest.param(Bags, marks=pytest.mark.slow),
+    weighted_bags,
+    Rows,
+    pytest.param(Traced, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)

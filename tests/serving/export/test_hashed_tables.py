@@ -33,7 +33,6 @@ from torchrec_recstore_serving.export.description import described
 from ...checkpoint.models import recstore
 from ..models import Model, batch, train
 from .test_delta import (
-    DTYPES,
     SharedParts,
     WithTorchRecsTable,
     assert_refused,
@@ -77,7 +76,16 @@ def assert_equal(one: torch.jit.ScriptModule, other: torch.jit.ScriptModule) -> 
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+        torch.int8,
+        pytest.param(torch.quint4x2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_outputs_are_those_of_the_sorted_index(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -28,7 +28,6 @@ from torchrec_recstore_serving.export.opening import load_export
 
 from ...secrets import write_secret
 from ..models import Model, batch
-from .test_delta import DTYPES
 from .test_hashed_tables import SMALL, assert_equal, step
 
 try:
@@ -50,7 +49,16 @@ def exported(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, P
     return model, folder / "mapped.pt"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+        torch.int8,
+        pytest.param(torch.quint4x2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_mapped_model_is_the_one_in_memory(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:

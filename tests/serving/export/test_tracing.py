@@ -251,11 +251,8 @@ OBJECTS: dict[
 
 QUICK = (
     "float",
-    "script",
-    "np.int64",
     "ndarray",
     "slots",
-    "tensor in a list",
 )
 """The cases that are not slow tests."""
 
@@ -272,7 +269,10 @@ def cases_of_kind(kind: str, by_name: Iterable[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "index"), [(Normalised, "hash"), (Aliased, "sorted")])
+@pytest.mark.parametrize(
+    ("kind", "index"),
+    [(Normalised, "hash"), pytest.param(Aliased, "sorted", marks=SLOW)],
+)
 def test_buffers_in_arithmetic(
     kind: type[nn.Module], index: str, tmp_path: Path
 ) -> None:
@@ -296,7 +296,14 @@ def test_buffers_in_arithmetic(
         assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 1)
 
 
-@pytest.mark.parametrize("kind", ["buffer", "attribute", "parameter"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "buffer",
+        pytest.param("attribute", marks=SLOW),
+        pytest.param("parameter", marks=SLOW),
+    ],
+)
 def test_a_tensor_in_arithmetic(kind: str, tmp_path: Path) -> None:
     """The program computes with the tensor, in each way. A change of its value is a
     delta, which it would not be if one of them were a number in the program.
@@ -333,21 +340,28 @@ def test_an_object(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*without a delta")
-def test_what_a_function_holds(tmp_path: Path) -> None:
-    """Variables of the function around it, and its defaults, are part of the program."""
+def test_variables_of_the_function_around_a_function(tmp_path: Path) -> None:
+    """They are part of the program."""
     published_after_a_change(
         reading_closure(),
         lambda model: model.held.__setitem__(0, 5.0),
-        tmp_path / "closure",
+        tmp_path,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*without a delta")
+def test_defaults_of_a_function(tmp_path: Path) -> None:
+    """They are part of the program."""
     model = reading_default()
     published_after_a_change(
         model,
         lambda model: setattr(model.read, "__defaults__", (5.0,)),
-        tmp_path / "default",
+        tmp_path,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*without a delta")
 def test_a_list_of_tensors_that_torchscript_compiles(tmp_path: Path) -> None:
     """The list is an attribute of the compiled model, and no dense tensor."""

@@ -170,7 +170,7 @@ def test_no_thread_changes_the_process(
     ("kind", "index"),
     [
         (Pooled, "hash"),
-        (WithSettings, "sorted"),
+        pytest.param(WithSettings, "sorted", marks=SLOW),
     ],
 )
 def test_a_structure_is_compiled_once(
@@ -228,6 +228,7 @@ def test_a_structure_is_compiled_once(
         assert_follows(follower, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_object_that_the_model_reads_is_part_of_its_structure(
     tmp_path: Path,
 ) -> None:
@@ -265,13 +266,13 @@ def test_attributes_that_the_program_does_not_have(tmp_path: Path) -> None:
         ) as publisher,
         Follower(place) as follower,
     ):
-        for step in range(3):
+        for step in range(2):
             train(model, step)
             model.counted = step  # type: ignore[assignment]
             publish(publisher)
             assert follower.poll()
         assert_follows(follower, model, tmp_path)
-        assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 2)
+        assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 1)
         with torch.no_grad():
             model.over = nn.Linear(model.over.in_features, 1, bias=False)
         with pytest.warns(
@@ -292,7 +293,7 @@ def test_a_delta_of_a_recurrent_layer(tmp_path: Path) -> None:
         DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher,
         Follower(place) as follower,
     ):
-        for step in range(3):
+        for step in range(2):
             train(model, step)
             with torch.no_grad():
                 for weight in model.recurrent.parameters():
@@ -300,7 +301,7 @@ def test_a_delta_of_a_recurrent_layer(tmp_path: Path) -> None:
             publish(publisher)
             assert follower.poll()
         assert_follows(follower, model, tmp_path)
-        assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 2)
+        assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 1)
 
 
 def test_a_constant_that_a_helper_has_is_part_of_the_program(tmp_path: Path) -> None:
@@ -385,7 +386,8 @@ def test_other_threads_call_modules_during_a_trace(tmp_path: Path) -> None:
         assert follower.model(dense, features).shape == (len(dense), 1)
 
 
-@pytest.mark.parametrize("name", ["dlrm_dcn", pytest.param("dlrm", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dlrm_dcn", "dlrm"])
 def test_two_publishers(name: str, tmp_path: Path) -> None:
     """Two publishers in one process, each in a thread of the user.
 

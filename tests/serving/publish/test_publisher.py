@@ -315,8 +315,8 @@ class Tables(nn.Module):
     ("index", "rows", "dtype"),
     [
         ("hash", "memory", torch.float32),
-        ("hash", "mapped", torch.int8),
-        ("sorted", "memory", torch.int8),
+        pytest.param("hash", "mapped", torch.int8, marks=pytest.mark.slow),
+        pytest.param("sorted", "memory", torch.int8, marks=pytest.mark.slow),
     ],
 )
 def test_a_full_export_is_a_program_and_its_tensors(

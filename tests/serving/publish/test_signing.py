@@ -148,15 +148,15 @@ def test_signed_publications(
 @pytest.mark.parametrize(
     ("name", "place_of"),
     [
-        ("latest.json", 0.001),
+        pytest.param("latest.json", 0.001, marks=pytest.mark.slow),
         ("latest.json", 0.999),
         ("000000000002.json", 0.5),
-        ("000000000002.delta", 0.001),
+        pytest.param("000000000002.delta", 0.001, marks=pytest.mark.slow),
         ("000000000002.delta", 0.5),
-        ("000000000002.delta", 0.999),
+        pytest.param("000000000002.delta", 0.999, marks=pytest.mark.slow),
         (FULL_FILES[0], 0.5),
         (FULL_FILES[1], 0.001),
-        (FULL_FILES[1], 0.999),
+        pytest.param(FULL_FILES[1], 0.999, marks=pytest.mark.slow),
     ],
 )
 def test_a_changed_byte(name: str, place_of: float, key: Path, tmp_path: Path) -> None:

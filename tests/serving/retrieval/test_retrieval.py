@@ -98,9 +98,19 @@ def assert_finds(
     assert (scores[:, len(ids) :] == worst).all()
 
 
-@pytest.mark.parametrize("kind", ["sorted", "hash"])
-@pytest.mark.parametrize("tower", [None, "tower"])
-@pytest.mark.parametrize("metric", ["inner_product", "l2"])
+@pytest.mark.parametrize(
+    ("metric", "tower", "kind"),
+    [
+        ("inner_product", None, "sorted"),
+        ("l2", "tower", "sorted"),
+        ("l2", None, "hash"),
+        ("inner_product", "tower", "hash"),
+        pytest.param("l2", None, "sorted", marks=pytest.mark.slow),
+        pytest.param("inner_product", "tower", "sorted", marks=pytest.mark.slow),
+        pytest.param("inner_product", None, "hash", marks=pytest.mark.slow),
+        pytest.param("l2", "tower", "hash", marks=pytest.mark.slow),
+    ],
+)
 def test_after_any_deltas(
     metric: str, tower: str | None, kind: str, tmp_path: Path
 ) -> None:
@@ -171,7 +181,9 @@ def test_which_vectors_are_computed_again(kind: str, tmp_path: Path) -> None:
     assert not computed, "the index has this version"
 
 
-@pytest.mark.parametrize("metric", ["inner_product", "l2"])
+@pytest.mark.parametrize(
+    "metric", [pytest.param("inner_product", marks=pytest.mark.slow), "l2"]
+)
 def test_recall_of_clusters(metric: str, tmp_path: Path) -> None:
     """recall@100 is within 0.01 of an exact search, at first and after more rows have
     changed than there were.
