@@ -134,6 +134,7 @@ def test_a_missing_distribution_is_named() -> None:
     assert set(plugins.commands().values()) == {None}
 
 
+@pytest.mark.slow
 def test_the_core_loads_none_of_the_others() -> None:
     code = """
 import sys

@@ -136,6 +136,7 @@ def test_the_core_without_torchrec() -> None:
     assert not names & (SERVICE | WITH_TORCHREC)
 
 
+@pytest.mark.slow
 def test_a_module_in_the_place_of_torchrec() -> None:
     """Tests and documentation builds put modules without a specification in the place
     of packages.
@@ -162,6 +163,7 @@ except ImportError as error:
     )
 
 
+@pytest.mark.slow
 def test_everything() -> None:
     assert starred((), "torchrec_recstore") >= CORE | SERVICE | WITH_TORCHREC
     assert starred((), "torchrec_recstore.inference") >= {
@@ -185,7 +187,14 @@ print(json.dumps({{name: importlib.import_module(name).__all__ for name in packa
     return names
 
 
-@pytest.mark.parametrize("package", WITHOUT_TORCHREC)
+@pytest.mark.parametrize(
+    "package",
+    [
+        "torchrec_recstore.modules",
+        pytest.param("torchrec_recstore.checkpoint", marks=pytest.mark.slow),
+        pytest.param("torchrec_recstore_service", marks=pytest.mark.slow),
+    ],
+)
 def test_facades_without_torchrec(package: str) -> None:
     all_names = set(everything()[package])
     names, said = starred_and_said(TORCHREC, package, all_names)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -25,12 +26,12 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def defined(tree: ast.AST) -> set[str]:
+def defined(nodes: Iterable[ast.AST]) -> set[str]:
     """The private names that code defines: functions, classes, variables, attributes
     that it sets.
     """
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(
@@ -41,19 +42,37 @@ def defined(tree: ast.AST) -> set[str]:
 
 
 @cache
-def names_of_torchrec() -> frozenset[str]:
-    """The private names that TorchRec defines anywhere but in its tests, and that
-    torch's modules do not have.
-    """
-    files = [
-        path
+def defined_in(code: str) -> set[str]:
+    return defined(ast.walk(ast.parse(code)))
+
+
+@cache
+def code_with_names() -> dict[str, set[str]]:
+    """TorchRec's files but for its tests, each with the private names in it."""
+    codes = [
+        path.read_text()
         for path in TORCHREC.rglob("*.py")
         if not {"tests", "test_utils"} & set(path.parts)
     ]
-    return (
-        frozenset().union(*(defined(ast.parse(path.read_text())) for path in files))
-        - vars(torch.nn.Module()).keys()
+    return {code: set(re.findall(r"\b_\w+", code)) for code in codes}
+
+
+@cache
+def is_of_torchrec(name: str) -> bool:
+    """Whether TorchRec defines a private name anywhere but in its tests, and torch's
+    modules do not have it.
+    """
+    if not private(name) or name in vars(torch.nn.Module()):
+        return False
+    return any(
+        name in names and name in defined_in(code)
+        for code, names in code_with_names().items()
     )
+
+
+@cache
+def defined_by(cls: type) -> set[str]:
+    return defined_in(textwrap.dedent(inspect.getsource(cls)))
 
 
 def inherited(cls: type) -> set[str]:
@@ -61,37 +80,29 @@ def inherited(cls: type) -> set[str]:
     bases = [
         base for base in cls.__mro__ if base.__module__.partition(".")[0] == "torchrec"
     ]
-    return set().union(
-        *(
-            defined(ast.parse(textwrap.dedent(inspect.getsource(base))))
-            for base in bases
-        )
-    )
+    return set().union(*map(defined_by, bases))
 
 
-def uses(path: Path, name: str) -> Iterator[str]:
-    """The private names of TorchRec that a module uses, each with its line."""
-    tree = ast.parse(path.read_text())
-    imports = [
+def imported(nodes: list[ast.AST]) -> list[ast.ImportFrom]:
+    """The imports from TorchRec."""
+    return [
         node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").partition(".")[0] == "torchrec"
     ]
-    of_torchrec = [
-        node for node in imports if (node.module or "").partition(".")[0] == "torchrec"
-    ]
-    yield from (
-        f"{node.lineno}: {each.name}"
-        for node in of_torchrec
-        for each in node.names
-        if private(each.name)
-    )
-    theirs_alone = names_of_torchrec() - defined(tree)
-    for node in ast.walk(tree):
+
+
+def of_objects(nodes: list[ast.AST]) -> Iterator[str]:
+    """The private names that code reads of objects, each with its line."""
+    imports = bool(imported(nodes))
+    own = defined(nodes)
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             if (
-                node.attr in theirs_alone
-                and of_torchrec
+                imports
+                and node.attr not in own
+                and is_of_torchrec(node.attr)
                 and ast.unparse(node.value) not in ("self", "cls", "super()")
             ):
                 yield f"{node.lineno}: {ast.unparse(node)}"
@@ -100,21 +111,37 @@ def uses(path: Path, name: str) -> Iterator[str]:
             "hasattr",
             "setattr",
         ):
-            constant = (
-                node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
-            )
-            if constant in theirs_alone:
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if name not in own and is_of_torchrec(str(name)):
                 yield f"{node.lineno}: {ast.unparse(node)}"
-        elif isinstance(node, ast.ClassDef) and node in tree.body:
-            theirs = inherited(getattr(importlib.import_module(name), node.name))
-            for part in ast.walk(node) if theirs else ():
-                used = (
-                    part.name
-                    if isinstance(part, ast.FunctionDef)
-                    else getattr(part, "attr", "")
-                )
-                if used in theirs:
-                    yield f"{part.lineno}: {node.name} has or uses {used}"  # type: ignore[attr-defined]
+
+
+def of_base_classes(tree: ast.Module, module: str) -> Iterator[str]:
+    """The private names of their base classes that classes have or use."""
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        theirs = inherited(getattr(importlib.import_module(module), node.name))
+        for part in ast.walk(node) if theirs else ():
+            used = (
+                part.name
+                if isinstance(part, ast.FunctionDef)
+                else getattr(part, "attr", "")
+            )
+            if used in theirs:
+                yield f"{part.lineno}: {node.name} has or uses {used}"  # type: ignore[attr-defined]
+
+
+def uses(path: Path, module: str) -> Iterator[str]:
+    """The private names of TorchRec that a module uses, each with its line."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    for node in imported(nodes):
+        for alias in node.names:
+            if private(alias.name):
+                yield f"{node.lineno}: {alias.name}"
+    yield from of_objects(nodes)
+    yield from of_base_classes(tree, module)
 
 
 def test_private_names_of_torchrec_are_in_one_folder() -> None:

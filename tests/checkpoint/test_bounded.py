@@ -393,6 +393,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_rows_of_a_killed_run_are_neither_read_nor_kept(tmp_path: Path) -> None:
     killed = run_forked_command(["-c", KILLED, str(tmp_path)])
     assert killed.returncode == -signal.SIGKILL, killed.stderr

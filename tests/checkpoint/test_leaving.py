@@ -19,8 +19,6 @@ from .leaving import PROGRAMS
 
 pytestmark = pytest.mark.timeout(1800)
 ROOT = Path(__file__).parents[2]
-QUICK = {"failed_unasked_1"}
-"""The programs of the test that is not slow."""
 
 
 def run(programs: Iterable[str], directory: Path) -> Path:
@@ -39,13 +37,8 @@ def run(programs: Iterable[str], directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(QUICK, tmp_path_factory.mktemp("left"))
-
-
-@pytest.fixture(scope="module")
 def left_slowly(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(PROGRAMS.keys() - QUICK, tmp_path_factory.mktemp("left_slowly"))
+    return run(PROGRAMS, tmp_path_factory.mktemp("left_slowly"))
 
 
 def statuses(left: Path, program: str) -> list[int]:
@@ -75,11 +68,12 @@ def test_a_process_that_ends_waits_for_its_checkpoint(
         assert (left / program / f"atexit_{rank}").exists()
 
 
+@pytest.mark.slow
 def test_an_error_that_nobody_asked_for_is_printed_and_is_the_status(
-    left: Path,
+    left_slowly: Path,
 ) -> None:
-    directory = left / "failed_unasked_1"
-    assert statuses(left, directory.name) == [1]
+    directory = left_slowly / "failed_unasked_1"
+    assert statuses(left_slowly, directory.name) == [1]
     output = (directory / "stderr_0").read_text()
     path = directory / "saved"
     assert output.startswith(

@@ -326,6 +326,11 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "saved",
+    ["full", pytest.param("delta", marks=pytest.mark.slow), "dcp"],
+    indirect=True,
+)
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
 def test_what_is_refused_changes_nothing(
     saved: Saved, tmp_path: Path, case: str

@@ -11,6 +11,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from torch import nn
 from typer.testing import CliRunner
 
@@ -123,6 +124,7 @@ def test_the_flag_of_the_doctor(tmp_path: Path) -> None:
     mine.close()
 
 
+@pytest.mark.slow
 def test_an_example_leaves_no_cold_rows(tmp_path: Path) -> None:
     flags = (
         "--max-rows",

@@ -127,7 +127,16 @@ def test_a_file_that_is_not_there_and_two_spellings(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["train", "plan", "export", "follow", "serve"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train",
+        "serve",
+        pytest.param("plan", marks=pytest.mark.slow),
+        pytest.param("export", marks=pytest.mark.slow),
+        pytest.param("follow", marks=pytest.mark.slow),
+    ],
+)
 def test_the_long_commands_have_it(name: str, tmp_path: Path) -> None:
     file = tmp_path / "flags.toml"
     file.write_text("configuration = 1")

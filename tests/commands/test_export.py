@@ -107,6 +107,7 @@ def test_a_file_that_torch_alone_reads(
     assert "rows left out" in shown.stdout
 
 
+@pytest.mark.slow
 def test_the_closing_line_loads_the_file(
     trained: DistributedModelParallel, tmp_path: Path
 ) -> None:

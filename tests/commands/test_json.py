@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from torchrec_recstore import save_checkpoint
@@ -58,6 +59,7 @@ def test_compact(one_rank: None, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_serve(tmp_path: Path) -> None:
     command = [
         sys.executable,

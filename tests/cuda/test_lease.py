@@ -26,6 +26,7 @@ def run_lease(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_one_line_without_a_device() -> None:
     done = run_lease()

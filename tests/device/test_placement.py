@@ -42,7 +42,7 @@ EQUAL = [
     "bounds",
     "schedules",
 ]
-DELAYED = ["feature_processors", "sequences", "bounds", "pipelines"]
+DELAYED = ["feature_processors", "sequences", "pipelines"]
 """The scenarios that also run with copies at random moments."""
 SEED = 54
 

@@ -264,6 +264,6 @@ def test_tables_of_one_sharding_may_have_different_types(world_size: int) -> Non
     run_on_ranks(world_size, other_types_for_other_tables)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_rank_has_outputs_of_16_bits(world_size: int) -> None:
     run_on_ranks(world_size, one_type)

@@ -336,6 +336,7 @@ def test_gzip_of_several_members_and_padding(tmp_path: Path) -> None:
     check_equal(read_all(CriteoFile(path, chunk_bytes=50)), [GOOD, GOOD])
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "train.txt.gz"
     buffer = io.BytesIO()

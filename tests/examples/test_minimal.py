@@ -20,7 +20,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return criteo(tmp_path_factory.mktemp("data") / "train.txt", rows=24_000)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_learns_a_small_log(log: Path, ranks: int) -> None:
     done = run_forked(PROGRAM, log, ranks=ranks)
     assert done.returncode == 0, done.stderr
@@ -35,6 +35,7 @@ def test_it_learns_a_small_log(log: Path, ranks: int) -> None:
     assert float(printed[1]) > 0.9
 
 
+@pytest.mark.slow
 def test_it_generates_rows_without_a_file() -> None:
     done = run_forked(PROGRAM)
     assert done.returncode == 0, done.stderr

@@ -363,6 +363,7 @@ def answering(
         server.server_close()
 
 
+@pytest.mark.slow
 def test_the_generator_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
     stream = FileStream(tmp_path / "clicks.log")
     answered_requests: list[int] = []

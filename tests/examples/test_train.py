@@ -106,6 +106,7 @@ def test_fused(
         assert words in report
 
 
+@pytest.mark.slow
 def test_dense_layers_in_bfloat16(
     rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +155,7 @@ def test_recstore_holds_the_ids_it_was_trained_on_and_learns_the_same_on_two_ran
         assert two[key] == pytest.approx(one[key], abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not SAMPLE.exists(), reason="the Criteo sample is not on this machine"
 )

@@ -39,7 +39,7 @@ def train(fused: bool, compiled: bool) -> tuple[list[float], Tensor]:
     return losses, bags(torch.arange(-5, 12), torch.arange(17)).detach()
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_equals_eager(fused: bool) -> None:
     (wanted, rows), (losses, compiled_rows) = train(fused, False), train(fused, True)
     assert len(set(wanted)) == 4

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,8 @@ from .outcomes import (
 )
 from .uses.every import all_uses
 from .uses.use import Use
+
+SLOW = {"Copies", "Distributed checkpoints", "Files", "Optimizers"}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -73,9 +76,19 @@ def compare_with_the_document(uses: list[Use]) -> None:
             ), use.name
 
 
-@pytest.mark.parametrize(
-    "topic", sorted({use.topic for use in all_uses() if not use.slow})
-)
+def topics() -> list[Any]:
+    """The topics of the uses as parameters of a test.
+
+    Those whose uses have tests of their own are slow.
+    """
+    names = sorted({use.topic for use in all_uses() if not use.slow})
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("topic", topics())
 def test_uses_have_the_documented_outcomes(topic: str) -> None:
     compare_with_the_document(
         [use for use in all_uses() if use.topic == topic and not use.slow]

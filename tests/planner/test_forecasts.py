@@ -165,7 +165,13 @@ def step_ms(
 
 @pytest.mark.parametrize(
     ("ranks", "ranks_per_host", "bandwidth"),
-    [(2, 2, 1e9), (2, 2, 1e10), (2, 1, 1e9), (4, 4, 1e9), (4, 2, 3e9)],
+    [
+        (2, 2, 1e9),
+        (2, 2, 1e10),
+        (2, 1, 1e9),
+        pytest.param(4, 4, 1e9, marks=pytest.mark.slow),
+        pytest.param(4, 2, 3e9, marks=pytest.mark.slow),
+    ],
 )
 def test_the_plan_is_near_the_best_of_all(
     ranks: int, ranks_per_host: int, bandwidth: float

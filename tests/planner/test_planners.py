@@ -359,8 +359,28 @@ def test_one_rank_is_table_wise(kind: type[EmbeddingShardingPlanner], dim: int) 
     ) == ["table_wise"]
 
 
-@pytest.mark.parametrize("dim", [16, 64, 128])
-@pytest.mark.parametrize("tables", [2, 3, 5, 26])
+@pytest.mark.parametrize(
+    ("tables", "dim"),
+    [
+        (2, 16),
+        (3, 128),
+        (5, 64),
+        (26, 16),
+        *(
+            pytest.param(tables, dim, marks=pytest.mark.slow)
+            for tables, dim in [
+                (2, 64),
+                (2, 128),
+                (3, 16),
+                (3, 64),
+                (5, 16),
+                (5, 128),
+                (26, 64),
+                (26, 128),
+            ]
+        ),
+    ],
+)
 def test_two_ranks_are_table_wise_where_stock_tables_are(dim: int, tables: int) -> None:
     stock = sharding_types(
         EmbeddingShardingPlanner, bags(dim, tables), EmbeddingBagCollectionSharder(), 2

@@ -20,6 +20,8 @@ from tests.packages import PACKAGES, sources
 from tests.recstore_server import RecStoreServer
 from tests.secrets import write_secret
 
+SLOW = {"copied_by_hooks", "fewer_epochs", "one_empty", "one_killed", "one_rolled_back"}
+"""The situations that start servers again, or other processes."""
 CLASSES = {situation.kind for situation in SITUATIONS.values()}
 # Ends of iterators and of commands, no errors. The command line prints BadParameter.
 CONTROL_FLOW = {"StopIteration", "SystemExit", "Exit", "typer.BadParameter"}
@@ -75,7 +77,13 @@ def test_the_page_has_the_present_entries() -> None:
         assert re.search(r"^Cause: .+\. Fix: .+\.$", text), title
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in SITUATIONS
+    ],
+)
 def test_situations(name: str, request: pytest.FixtureRequest) -> None:
     situation = SITUATIONS[name]
     fixtures = {
@@ -134,13 +142,12 @@ def raised_classes() -> Iterator[tuple[str, str]]:
     What a function returns is raised as that.
     """
     trees = {file: ast.parse(file.read_text()) for file in sources().values()}
+    by_file = {file: returned_classes(tree) for file, tree in trees.items()}
     everywhere = {
-        name: kind
-        for tree in trees.values()
-        for name, kind in returned_classes(tree).items()
+        name: kind for returned in by_file.values() for name, kind in returned.items()
     }
     for file, tree in trees.items():
-        returned = everywhere | returned_classes(tree)
+        returned = everywhere | by_file[file]
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 name = ast.unparse(node.exc.func).rpartition(".")[2]

@@ -10,7 +10,7 @@ from tests.service.fuzz import fuzz
 
 
 @pytest.mark.parametrize(
-    ("calls", "seed"), [(3_000, 0), pytest.param(8_000, 1, marks=pytest.mark.slow)]
+    ("calls", "seed"), [(1_500, 0), pytest.param(8_000, 1, marks=pytest.mark.slow)]
 )
 def test_no_call_fails_in_the_server_or_changes_rows_that_it_is_not_for(
     tmp_path: Path, calls: int, seed: int

@@ -440,6 +440,7 @@ def test_a_replaced_token(
             client.pull("t", IDS)
 
 
+@pytest.mark.slow
 @needs_openssl
 @pytest.mark.usefixtures("no_streams")
 def test_tls_and_replaced_certificates(

@@ -228,6 +228,7 @@ def test_a_server_that_is_started_again_on_its_port_has_another_name(
     assert len(_warnings(caplog)) == 1
 
 
+@pytest.mark.slow
 @needs_redis
 def test_the_other_server_of_a_pair_refuses_connections(
     stack: ExitStack, tmp_path: Path
@@ -246,6 +247,7 @@ def test_the_other_server_of_a_pair_refuses_connections(
                 RowPort(address, None, None, lambda _: pb.AttachReply()).connect(offer)
 
 
+@pytest.mark.slow
 @needs_redis
 def test_servers_of_a_pair_reach_each_other_inside_a_mapping(
     stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture

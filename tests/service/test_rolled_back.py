@@ -89,9 +89,8 @@ def _roll_back(server: RecStoreServer, snapshot: Path) -> None:
     server.start()
 
 
-@pytest.mark.parametrize(
-    "servers", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2], indirect=True)
 def test_an_epoch_of_a_restored_copy_is_another_one(
     servers: list[RecStoreServer], tmp_path: Path
 ) -> None:
@@ -265,7 +264,12 @@ def test_clients_go_on_while_servers_are_stopped_and_started(
 
 
 @pytest.mark.parametrize(
-    "phase", ["PREPARE", pytest.param("NOTE", marks=pytest.mark.slow), "COMMIT"]
+    "phase",
+    [
+        pytest.param("PREPARE", marks=pytest.mark.slow),
+        pytest.param("NOTE", marks=pytest.mark.slow),
+        "COMMIT",
+    ],
 )
 def test_a_server_is_killed_between_the_phases_of_its_resuming(
     servers: list[RecStoreServer], phase: str, monkeypatch: pytest.MonkeyPatch
@@ -483,6 +487,7 @@ def test_servers_of_two_epochs_of_one_number_do_not_agree() -> None:
     assert to_resume(["a:1", "b:1"], states).label == "set/2/one"
 
 
+@pytest.mark.slow
 def test_servers_of_version_1_of_the_protocol_go_on(
     servers: list[RecStoreServer],
 ) -> None:

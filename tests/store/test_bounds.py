@@ -562,7 +562,7 @@ class BoundedMachine(RuleBasedStateMachine):
 def test_any_calls_against_the_model() -> None:
     machine = BoundedMachine.TestCase
     machine.settings = settings(
-        max_examples=80, stateful_step_count=25, deadline=None, derandomize=True
+        max_examples=40, stateful_step_count=25, deadline=None, derandomize=True
     )
     machine("runTest").runTest()
     happened = BoundedMachine.happened

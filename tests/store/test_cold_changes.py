@@ -153,7 +153,7 @@ def tiered(cold: Any, **options: Any) -> Changes:
     ids=["lru", "lfu", "expiry"],
 )
 @pytest.mark.parametrize("ascending", [True, False], ids=["ascending", "spooled"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     calls=st.lists(
         st.tuples(st.sampled_from(CALLS), st.integers(0, 10**6)),

@@ -143,6 +143,7 @@ def _open_dict(options: DictStore, *, name: str, row_bytes: int) -> ColdStore:
     return store
 
 
+@pytest.mark.slow
 def test_a_store_of_a_third_party() -> None:
     check_cold_store(DictStore())
 

@@ -67,7 +67,17 @@ def test_the_least_rows_leave_ties_and_all(eviction: LRU | LFU, max_rows: int) -
 
 
 @pytest.mark.parametrize(
-    "eviction", [LRU(), LFU(), *HALVED, OCCURRENCES[0], *SCORED], ids=repr
+    "eviction",
+    [
+        LRU(),
+        HALVED[0],
+        SCORED[0],
+        *(
+            pytest.param(eviction, marks=pytest.mark.slow)
+            for eviction in (LFU(), HALVED[1], OCCURRENCES[0], SCORED[1])
+        ),
+    ],
+    ids=repr,
 )
 @pytest.mark.parametrize(
     "seed",
@@ -168,7 +178,7 @@ def test_residents_depend_neither_on_threads_nor_slots_nor_columns(
     assert tables[0].stats().evicted == tables[2].stats().evicted > 0
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_large_table_by_its_group(threads: int) -> None:
     """The table is so large that several tasks search for the rows to evict."""
     torch.set_num_threads(threads)

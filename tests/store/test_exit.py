@@ -171,7 +171,16 @@ def run_script(interpreter: ForkingInterpreter, code: str, directory: Path) -> N
     assert ended.returncode == 0
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "modules",
+        "client",
+        pytest.param("pipeline", marks=pytest.mark.slow),
+        pytest.param("serving", marks=pytest.mark.slow),
+        pytest.param("after the main thread", marks=pytest.mark.slow),
+    ],
+)
 def test_an_end_without_close(
     name: str, interpreter: ForkingInterpreter, tmp_path: Path
 ) -> None:
@@ -202,6 +211,7 @@ def test_acknowledged_rows_are_there(
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written(
     interpreter: ForkingInterpreter, tmp_path: Path
 ) -> None:

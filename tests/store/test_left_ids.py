@@ -70,7 +70,7 @@ def assert_left(table: Table, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_the_record_against_a_model(options: str, data: st.DataObject) -> None:
     """The ids that had a row at any time since the last call, and have none now."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
+
+from tests.processes import run_forked_command
 
 ROWS = """
 import torch
@@ -49,10 +50,4 @@ def _rows(memory: str) -> subprocess.CompletedProcess[str]:
     mappings.
     """
     environment = {**os.environ, "RECSTORE_MEMORY": memory}
-    return subprocess.run(
-        [sys.executable, "-c", ROWS],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_forked_command(["-c", ROWS], environment)

@@ -143,6 +143,6 @@ class TableMachine(RuleBasedStateMachine):
 def test_table_equals_dict(optimizer: Optimizer) -> None:
     machine = type("Machine", (TableMachine,), {"optimizer": optimizer})
     machine.TestCase.settings = settings(
-        max_examples=60, stateful_step_count=25, deadline=None, derandomize=True
+        max_examples=30, stateful_step_count=25, deadline=None, derandomize=True
     )
     machine.TestCase("runTest").runTest()

@@ -184,7 +184,7 @@ def test_a_replay_of_old_events_loses_no_young_rows() -> None:
     assert table.stats().refused_times == 18
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     bound=st.sampled_from([BOUND, 5.0]),
     parts=st.lists(

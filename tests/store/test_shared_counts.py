@@ -41,7 +41,16 @@ def rows(shards: Sequence[Table]) -> int:
     return sum(len(table) for table in shards)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4, 7, 16])
+@pytest.mark.parametrize(
+    "shards",
+    [
+        1,
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.slow),
+        7,
+        pytest.param(16, marks=pytest.mark.slow),
+    ],
+)
 def test_new_ids_that_are_seen_once_get_no_rows_after_a_merge(shards: int) -> None:
     """With counters that have room for a part of the ids, and with counters that have
     room for all of them.

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import run_forked_command
 from tests.store.disk_rows import ROW_BYTES, assert_has, random_rows
 from torchrec_recstore import SSDStore
 from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
@@ -127,7 +128,7 @@ def test_a_call_that_was_not_acknowledged_is_dropped_with_a_warning(
         end.write_bytes(before)  # as if the process had been killed before the second put was acknowledged
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    process = subprocess.run([sys.executable, "-c", code], check=False)
+    process = run_forked_command(["-c", code])
     assert process.returncode == -signal.SIGKILL
     with pytest.warns(RecStoreWarning, match=r"50 rows .* not acknowledged"):
         store = _open(tmp_path)
@@ -151,9 +152,7 @@ def test_the_lock_stays_when_its_process_opens_and_closes_the_file(
         from tests.store import test_ssd_damage as tests
         tests._open(tests.Path({str(tmp_path)!r}))
     """
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    process = run_forked_command(["-c", code])
     assert "is in use by another process" in process.stderr
     store.close()
 

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import run_forked_command
 from tests.store.disk_rows import ROW_BYTES, assert_has, random_rows
 from torchrec_recstore import RowWiseAdagrad, SSDStore, Table, TableOptions
 from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
@@ -34,9 +33,9 @@ def _opened_elsewhere(path: Path) -> str:
         except tests.ColdStoreError as error:
             print(error)
     """
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    ended = run_forked_command(["-c", code])
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def _file_of(path: Path) -> int:
@@ -242,7 +241,7 @@ def test_a_table_goes_on_with_rows_that_are_kept(tmp_path: Path) -> None:
         table.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert run_forked_command(["-c", code]).returncode == -9
     with (
         Table(4, optimizer=RowWiseAdagrad(), options=options) as table,
         Table(4, optimizer=RowWiseAdagrad()) as plain,
@@ -284,13 +283,7 @@ def test_arguments_of_another_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_killed_process_loses_no_row(tmp_path: Path, kills: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.store.killed_writer",
-        str(kills),
-        str(tmp_path),
-    ]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["-m", "tests.store.killed_writer", str(kills), str(tmp_path)]
+    told = run_forked_command(command)
     assert told.returncode == 0, told.stderr
     print(told.stdout)

@@ -130,7 +130,16 @@ PINNED_ROW_42 = [
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dim", [1, 16, 33, 64, 200])
+@pytest.mark.parametrize(
+    "dim",
+    [
+        1,
+        pytest.param(16, marks=pytest.mark.slow),
+        33,
+        pytest.param(64, marks=pytest.mark.slow),
+        pytest.param(200, marks=pytest.mark.slow),
+    ],
+)
 def test_bits_do_not_depend_on_the_number_of_threads(
     optimizer: Optimizer, dim: int
 ) -> None:

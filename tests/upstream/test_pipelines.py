@@ -114,7 +114,14 @@ def _prediction(output: Any) -> Tensor:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", TRAINING)
-@pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise"])
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        pytest.param("table_wise", marks=pytest.mark.slow),
+        pytest.param("column_wise", marks=pytest.mark.slow),
+        "row_wise",
+    ],
+)
 def test_training(name: str, sharding: str) -> None:
     models = Models(sharding)
     model, optimizer = models.model()

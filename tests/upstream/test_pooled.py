@@ -86,8 +86,26 @@ def sharder(sharding: str, kernel: str = KERNEL, **kwargs: Any) -> Any:
     return create_test_sharder("embedding_bag_collection", sharding, kernel, **kwargs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sharding", SHARDINGS)
+def cases() -> list[Any]:
+    """Each kind with each sharding as parameters of a test.
+
+    Each kind is there once, and each sharding, in what are not slow tests.
+    """
+    return [
+        pytest.param(
+            sharding,
+            kind,
+            marks=[]
+            if sharding == "row_wise" or kind == "varying batch per rank"
+            else [pytest.mark.slow],
+            id=f"{sharding}-{kind}",
+        )
+        for sharding in SHARDINGS
+        for kind in KINDS
+    ]
+
+
+@pytest.mark.parametrize(("sharding", "kind"), cases())
 def test_one_rank(pooled: PooledModels, sharding: str, kind: str) -> None:
     qcomms = KINDS[kind].get("qcomms_config")
     pooled.check(sharder(sharding, qcomms_config=qcomms), sharding, 1, **KINDS[kind])

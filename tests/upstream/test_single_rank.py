@@ -64,7 +64,14 @@ class OneRank(ModelParallelSingleRankBase):
             ]
 
 
-@pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise"])
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        pytest.param("table_wise", marks=pytest.mark.slow),
+        "column_wise",
+        pytest.param("row_wise", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_states_go_from_model_to_model(
     optimizer: EmbOptimType, sharding: str

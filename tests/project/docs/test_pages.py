@@ -26,11 +26,13 @@ looks at what they have done.
 
 SLOW = {
     "checkpoint",
+    "cold_stores",
     "command",
     "compile",
     "first-table",
     "operations",
     "planner",
+    "publishing",
     "serving",
     "triton",
 }

@@ -113,7 +113,12 @@ SCRIPTS = {
     [
         ("torchrec_recstore", "_C.abi3.so", "cp310-abi3-linux_x86_64"),
         ("torchrec_recstore_service", "_rows.abi3.so", "cp310-abi3-linux_x86_64"),
-        ("torchrec_recstore_serving", "_serving.abi3.so", "cp310-abi3-linux_x86_64"),
+        pytest.param(
+            "torchrec_recstore_serving",
+            "_serving.abi3.so",
+            "cp310-abi3-linux_x86_64",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_wheel(copy: Path, package: str, library: str, tag: str) -> None:

@@ -324,6 +324,7 @@ class SharedParts(nn.Module):
         return (torch.cat(out, dim=1) * self.scale).double() + self.shift.sum()
 
 
+@pytest.mark.slow
 def test_what_a_model_has_at_several_paths_and_plain_tensors(tmp_path: Path) -> None:
     """Models of one TorchScript class share their methods, also if only one of them
     shares modules between paths.

@@ -248,7 +248,9 @@ class TestSharded:
             export_for_inference(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "weighted", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_eager_model_and_its_file(weighted: bool, tmp_path: Path) -> None:
     model = train(Model(weighted=weighted), weighted=weighted)
     exported = export_for_inference(model, tmp_path / "m.pt", dtype=torch.float32)
@@ -462,7 +464,7 @@ def test_initial_rows_of_unseen_ids() -> None:
     assert not exported(some).values().any()
 
 
-@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("padding", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_embedding_and_bag(padding: int | None, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.float16):
         rows = RecStoreEmbedding(50, 4, padding, lr=0.3, dtype=dtype, name="rows")

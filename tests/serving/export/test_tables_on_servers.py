@@ -126,7 +126,7 @@ class Both(nn.Module):
         return out + rows.sum(0)
 
 
-@pytest.fixture(params=["memory", "TCP"])
+@pytest.fixture(params=["memory", pytest.param("TCP", marks=pytest.mark.slow)])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the rows travel."""
     monkeypatch.setenv(
@@ -184,7 +184,16 @@ def segments() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:recstore")
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(
+    ("transport", "weighted"),
+    [
+        pytest.param("memory", False, id="memory-plain"),
+        pytest.param("TCP", True, id="TCP-weighted"),
+        pytest.param("memory", True, id="memory-weighted", marks=pytest.mark.slow),
+        pytest.param("TCP", False, id="TCP-plain", marks=pytest.mark.slow),
+    ],
+    indirect=["transport"],
+)
 def test_answers_are_those_of_the_trained_model(
     shared: list[RecStoreServer], transport: str, weighted: bool, tmp_path: Path
 ) -> None:

@@ -594,7 +594,8 @@ def wait_for_the_end(server: HttpServer) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("clients", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("clients", [200])
 def test_clients_that_send_the_worst_bodies_and_leave(clients: int) -> None:
     bound = 1 << 28
     code = f"""if True:

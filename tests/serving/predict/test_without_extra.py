@@ -68,6 +68,7 @@ def run(interpreter: ForkingInterpreter, tmp_path: Path) -> Callable[[str], str]
     return run_program
 
 
+@pytest.mark.slow
 def test_exports(run: Callable[[str], str]) -> None:
     run(
         MODEL
@@ -83,6 +84,7 @@ for index in ("sorted", "hash"):
     )
 
 
+@pytest.mark.slow
 def test_a_publisher_and_a_follower(run: Callable[[str], str]) -> None:
     run(
         MODEL

@@ -304,6 +304,7 @@ def test_a_delta_of_a_recurrent_layer(tmp_path: Path) -> None:
         assert (follower.state.fulls_loaded, follower.state.deltas_applied) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_constant_that_a_helper_has_is_part_of_the_program(tmp_path: Path) -> None:
     """TorchScript writes a constant into the method that reads it, which is not
     ``forward``.
