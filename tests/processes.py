@@ -21,8 +21,20 @@ import torch.multiprocessing as mp
 
 # The processes start with the environment that the first of them was started with.
 START_METHOD = "forkserver"
+# What servers, commands and the functions of tests import. A module that is not
+# installed is left out.
 mp.get_context(START_METHOD).set_forkserver_preload(
-    ["torchrec.distributed", "torchrec_recstore.sharders"]
+    [
+        "torchrec.distributed",
+        "torchrec_recstore.sharders",
+        "torchrec_recstore.commands.scripts",
+        "torchrec_recstore.commands.checkpoints",
+        "typer._adapters",
+        "torchrec_recstore_service.commands.server_process",
+        "grpc_health.v1.health",
+        "hypothesis",
+        "pytest",
+    ]
 )
 
 ROOT = Path(__file__).parents[1]
