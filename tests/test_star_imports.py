@@ -187,14 +187,8 @@ print(json.dumps({{name: importlib.import_module(name).__all__ for name in packa
     return names
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        "torchrec_recstore.modules",
-        pytest.param("torchrec_recstore.checkpoint", marks=pytest.mark.slow),
-        pytest.param("torchrec_recstore_service", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("package", WITHOUT_TORCHREC)
 def test_facades_without_torchrec(package: str) -> None:
     all_names = set(everything()[package])
     names, said = starred_and_said(TORCHREC, package, all_names)

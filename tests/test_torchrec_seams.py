@@ -132,16 +132,25 @@ def of_base_classes(tree: ast.Module, module: str) -> Iterator[str]:
                 yield f"{part.lineno}: {node.name} has or uses {used}"  # type: ignore[attr-defined]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def uses(path: Path, module: str) -> Iterator[str]:
     """The private names of TorchRec that a module uses, each with its line."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
+    nodes = nodes_of(path)
     for node in imported(nodes):
         for alias in node.names:
             if private(alias.name):
                 yield f"{node.lineno}: {alias.name}"
     yield from of_objects(nodes)
-    yield from of_base_classes(tree, module)
+    yield from of_base_classes(tree_of(path), module)
 
 
 def test_private_names_of_torchrec_are_in_one_folder() -> None:
@@ -160,7 +169,7 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
             continue
         names = {
             ast.unparse(node)
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in nodes_of(path)
             if isinstance(node, ast.Attribute)
         }
         private_names = {name for name in names if name.startswith("torch._C")}
@@ -173,7 +182,7 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
 def test_only_warnings_read_stack_frames() -> None:
     readers = set()
     for module, path in sources().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             name = node.attr if isinstance(node, ast.Attribute) else None
             if name in ("_getframe", "currentframe", "f_back", "f_locals"):
                 readers.add(module)

@@ -11,7 +11,8 @@ import pytest
 from tests.processes import run_forked_command
 
 
-@pytest.mark.parametrize("what", [pytest.param("one", marks=pytest.mark.slow), "ranks"])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["one", "ranks"])
 def test_killed_saves(what: str, tmp_path: Path) -> None:
     done = run_forked_command(["-m", "tests.checkpoint.crashing", what, str(tmp_path)])
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]

@@ -29,15 +29,11 @@ pytestmark = pytest.mark.skipif(
 FAST = [
     "bounded",
     "weighted",
-    "failing copies",
     "sequences",
-    "evaluation",
-    "admission",
     "nonfinite",
     "cold, failing copies",
     "in a graph",
     "accumulated",
-    "sequences at random moments",
     "SGD and SGD",
 ]
 """The programs that run in ``make test``."""

@@ -259,7 +259,7 @@ def other_types_for_other_tables(rank: int, world_size: int) -> None:
             )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tables_of_one_sharding_may_have_different_types(world_size: int) -> None:
     run_on_ranks(world_size, other_types_for_other_tables)
 

@@ -202,9 +202,8 @@ def test_new_rows_in_each_epoch_are_the_remedy_for_overfitting() -> None:
     assert aucs[2, True] > aucs[1, False]
 
 
-@pytest.mark.parametrize(
-    "start", [forked, pytest.param(run, marks=pytest.mark.slow)], ids=["forked", "new"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [forked, run], ids=["forked", "new"])
 def test_generated_rows_and_reader_alone(
     tmp_path: Path, start: Callable[..., CompletedProcess[str]]
 ) -> None:

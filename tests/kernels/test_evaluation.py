@@ -192,6 +192,7 @@ def test_the_graph_of_a_trace_does_the_same() -> None:
     assert sum(len(table) for table in group.tables) == 0
 
 
+@pytest.mark.slow
 def test_a_compiled_lookup_warns_and_has_gradients_of_weights() -> None:
     group = PooledGroup(tables(), [0, 1], "mean")
     compiled = torch.compile(group, backend="aot_eager", fullgraph=True)

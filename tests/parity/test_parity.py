@@ -25,7 +25,7 @@ from .outcomes import (
 from .uses.every import all_uses
 from .uses.use import Use
 
-SLOW = {"Copies", "Distributed checkpoints", "Files", "Optimizers"}
+SLOW = {"Copies", "Distributed checkpoints", "Files", "Optimizers", "State dicts"}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

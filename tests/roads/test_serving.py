@@ -50,7 +50,7 @@ def features_of(group: Group, step: int) -> KeyedJaggedTensor:
     ("name", "index"),
     [
         pytest.param("options", "sorted", marks=pytest.mark.slow),
-        ("options", "hash"),
+        pytest.param("options", "hash", marks=pytest.mark.slow),
         ("half", "sorted"),
         ("half_rows", "hash"),
     ],

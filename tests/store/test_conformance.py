@@ -159,9 +159,19 @@ def test_a_store_of_a_third_party() -> None:
         ("lost delete", conformance._serves_several_threads, "deleted"),
         ("repeating scan", conformance._overwrites, "each once"),
         ("short scan", conformance._overwrites, "each once"),
-        ("lazy scan", conformance._snapshots_ascend, "at the time of its call"),
+        pytest.param(
+            "lazy scan",
+            conformance._snapshots_ascend,
+            "at the time of its call",
+            marks=pytest.mark.slow,
+        ),
         ("live scan", conformance._snapshots_ascend, "at the time of its call"),
-        ("descending scan", conformance._snapshots_ascend, "ascending"),
+        pytest.param(
+            "descending scan",
+            conformance._snapshots_ascend,
+            "ascending",
+            marks=pytest.mark.slow,
+        ),
         (
             "one store a name",
             conformance._keeps_stores_apart,

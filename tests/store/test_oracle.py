@@ -136,7 +136,7 @@ class TableMachine(RuleBasedStateMachine):
     "optimizer",
     [
         pytest.param(SGD(0.1, weight_decay=0.1), marks=pytest.mark.slow),
-        Adagrad(0.1, eps=1e-3, weight_decay=0.1),
+        pytest.param(Adagrad(0.1, eps=1e-3, weight_decay=0.1), marks=pytest.mark.slow),
         RowWiseAdagrad(0.1, eps=1e-3, weight_decay=0.1),
     ],
 )

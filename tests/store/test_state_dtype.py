@@ -67,7 +67,15 @@ def assert_neighbours(found: Tensor, exact: Tensor, name: str) -> None:
     assert ((numbers - wanted).abs() <= apart + wanted.abs() * 1e-5 + 1e-7).all(), name
 
 
-@pytest.mark.parametrize("dim", [1, 16, 33, 64])
+@pytest.mark.parametrize(
+    "dim",
+    [
+        1,
+        pytest.param(16, marks=pytest.mark.slow),
+        33,
+        pytest.param(64, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("optimizer", STATEFUL, ids=repr)
 def test_updates_equal_the_published_formula_with_states_rounded_at_each_step(
     optimizer: Optimizer, dim: int

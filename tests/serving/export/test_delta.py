@@ -441,7 +441,10 @@ def test_requests_in_flight(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_of_a_delta_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "dtypes", [[torch.int8], pytest.param(DTYPES, marks=pytest.mark.slow)], ids=len
+)
+def test_of_a_delta_checkpoint(dtypes: list[torch.dtype], tmp_path: Path) -> None:
     model = recstore(
         options=TableOptions(max_rows=10, eviction=LRU(), admission=MinFrequency(2))
     )
@@ -455,14 +458,14 @@ def test_of_a_delta_checkpoint(tmp_path: Path) -> None:
     for first in (0, 0, 5, 5):
         step(first)
     save_checkpoint(model, tmp_path / "full")
-    for dtype in DTYPES:
+    for dtype in dtypes:
         base = tmp_path / f"base-{dtype}.pt"
         info = export_checkpoint(tmp_path / "full", base, dtype=dtype)
         assert_tables_of(model, info, torch.jit.load(base))
     for first in (20, 20, 40, 40):
         step(first)
     save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "full")
-    for dtype in DTYPES:
+    for dtype in dtypes:
         served = torch.jit.load(tmp_path / f"base-{dtype}.pt")
         done: list[int] = []
         found = export_checkpoint_delta(

@@ -81,7 +81,7 @@ def assert_equal(one: torch.jit.ScriptModule, other: torch.jit.ScriptModule) -> 
     [
         torch.float32,
         pytest.param(torch.float16, marks=pytest.mark.slow),
-        torch.int8,
+        pytest.param(torch.int8, marks=pytest.mark.slow),
         pytest.param(torch.quint4x2, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -328,6 +328,7 @@ def test_torchrecs_tables_and_padding(tmp_path: Path) -> None:
     assert torch.equal(torch.jit.load(tmp_path / "p.pt")(ids), padded(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_of_a_sharded_model_and_of_checkpoints(tmp_path: Path) -> None:
     model = recstore(options=TableOptions(max_rows=10, eviction=LRU()))

@@ -52,7 +52,7 @@ def exported(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, P
 @pytest.mark.parametrize(
     "dtype",
     [
-        torch.float32,
+        pytest.param(torch.float32, marks=pytest.mark.slow),
         pytest.param(torch.float16, marks=pytest.mark.slow),
         torch.int8,
         pytest.param(torch.quint4x2, marks=pytest.mark.slow),

@@ -252,7 +252,6 @@ OBJECTS: dict[
 QUICK = (
     "float",
     "ndarray",
-    "slots",
 )
 """The cases that are not slow tests."""
 
@@ -370,6 +369,7 @@ def test_a_list_of_tensors_that_torchscript_compiles(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_buffers_with_strides(tmp_path: Path) -> None:
     """The compiled model has contiguous copies of them, so that deltas can write them."""
     model = WithStrides()

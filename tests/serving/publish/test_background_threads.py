@@ -232,13 +232,13 @@ THREADS: dict[str, Callable[[nn.Module, Path], AbstractContextManager[Beside]]] 
 }
 CASES = [
     ("single", "two_publishers"),
-    ("many_ways", "predictor"),
 ]
 """Trainings that are not slow tests."""
 # The other models have no more than these: dlrm_projection has dlrm and the layers of
 # towers, by_methods pooled, attention sequences, and many_ways the other traced ones.
 SLOW_CASES = [
     ("deepfm", "predictor"),
+    ("many_ways", "predictor"),
     ("dlrm_projection", "predictor"),
     ("by_methods", "predictor"),
     ("attention", "predictor"),
