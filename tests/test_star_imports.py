@@ -69,18 +69,22 @@ FACADES = (
 )
 
 
-@cache
+_interpreters: dict[str, ForkingInterpreter] = {}
+
+
 def interpreter(begin: str) -> ForkingInterpreter:
     """An interpreter that has imported packages which are never hidden."""
-    return ForkingInterpreter(begin, "-W", "ignore::UserWarning")
+    if begin not in _interpreters:
+        _interpreters[begin] = ForkingInterpreter(begin, "-W", "ignore::UserWarning")
+    return _interpreters[begin]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _close_interpreters() -> Iterator[None]:
     yield
-    for begin in (TORCH, TORCH_AND_TORCHREC):
-        interpreter(begin).close()
-    interpreter.cache_clear()
+    for started in _interpreters.values():
+        started.close()
+    _interpreters.clear()
 
 
 def run(hidden: tuple[str, ...], code: str) -> str:
@@ -124,6 +128,7 @@ for name in sorted({all_names!r} - names.keys()):
     return set(names.split()), said
 
 
+@pytest.mark.slow
 def test_the_core_alone() -> None:
     names = starred(OTHERS, "torchrec_recstore")
     assert names >= WITH_TORCHREC | CORE
@@ -205,6 +210,7 @@ def test_inference_without_torchrec() -> None:
     assert "export_for_inference" not in names
 
 
+@pytest.mark.slow
 def test_inference_without_serving() -> None:
     code = """
 import torchrec_recstore.inference as inference

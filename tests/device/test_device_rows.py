@@ -30,6 +30,7 @@ FAST = [
     "bounded",
     "weighted",
     "sequences",
+    "admission",
     "nonfinite",
     "cold, failing copies",
     "in a graph",

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,12 @@ WAYS = [
 """The copies that the options take one after the other."""
 
 
+FAST = ("half", "own", "rowwise", "partial_adam", "lamb")
+"""Groups of rows of 16 bits, of an optimizer of the user's, and of one with a state of
+a row, of a state of a row and one of each weight, and of a norm.
+"""
+
+
 def test_the_ways_have_each_pair() -> None:
     pairs = {pair for way in WAYS for pair in pairwise(way)}
     assert pairs == set(product(COPIES, COPIES))
@@ -64,7 +71,16 @@ def test_options(way: tuple[str, ...], tmp_path: Path) -> None:
     travel("options", way, tmp_path)
 
 
-@pytest.mark.parametrize("name", [name for name in GROUPS if name != "options"])
+def groups() -> list[Any]:
+    """The groups of one optimizer as parameters of a test; some are slow."""
+    return [
+        pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])
+        for name in GROUPS
+        if name != "options"
+    ]
+
+
+@pytest.mark.parametrize("name", groups())
 def test_optimizers(name: str, tmp_path: Path) -> None:
     travel(name, tuple(COPIES), tmp_path)
 

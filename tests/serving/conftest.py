@@ -18,7 +18,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield started
 
 
-@pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])
+@pytest.fixture(
+    params=[
+        "directory",
+        pytest.param("redis", marks=[needs_redis, pytest.mark.slow]),
+    ]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A destination without publications."""
     if request.param == "directory":

@@ -11,6 +11,8 @@ import pytest
 
 from ...interpreters import ForkingInterpreter
 
+pytestmark = pytest.mark.slow
+
 # The import system does not find the packages of the extra, as if they were not
 # installed.
 WITHOUT_EXTRA = """
@@ -68,7 +70,6 @@ def run(interpreter: ForkingInterpreter, tmp_path: Path) -> Callable[[str], str]
     return run_program
 
 
-@pytest.mark.slow
 def test_exports(run: Callable[[str], str]) -> None:
     run(
         MODEL
@@ -84,7 +85,6 @@ for index in ("sorted", "hash"):
     )
 
 
-@pytest.mark.slow
 def test_a_publisher_and_a_follower(run: Callable[[str], str]) -> None:
     run(
         MODEL

@@ -255,6 +255,9 @@ def test_files_of_several_parts(
     follower.close()
 
 
+@pytest.mark.parametrize(
+    "place", ["directory", pytest.param("redis", marks=needs_redis)], indirect=True
+)
 def test_a_publisher_that_starts_again(place: str, tmp_path: Path) -> None:
     model = trained()
     with Follower(place) as follower:
