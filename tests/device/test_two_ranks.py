@@ -24,13 +24,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharding_type", "routing"),
-    [
-        pytest.param("table_wise", "block", marks=pytest.mark.slow),
-        pytest.param("row_wise", "block", marks=pytest.mark.slow),
-        ("row_wise", "hash"),
-    ],
+    [("table_wise", "block"), ("row_wise", "block"), ("row_wise", "hash")],
 )
 def test_a_crash_changes_nothing(
     sharding_type: str, routing: str, tmp_path: Path

@@ -160,6 +160,7 @@ def test_fast_path_never_guesses(
         check_equal(rows, slow)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     lines=st.lists(good_lines, min_size=1, max_size=12),

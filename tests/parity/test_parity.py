@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import Any
 
 import pytest
 
@@ -24,8 +23,6 @@ from .outcomes import (
 )
 from .uses.every import all_uses
 from .uses.use import Use
-
-SLOW = {"Copies", "Distributed checkpoints", "Files", "Optimizers", "State dicts"}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -76,19 +73,10 @@ def compare_with_the_document(uses: list[Use]) -> None:
             ), use.name
 
 
-def topics() -> list[Any]:
-    """The topics of the uses as parameters of a test.
-
-    Those whose uses have tests of their own are slow.
-    """
-    names = sorted({use.topic for use in all_uses() if not use.slow})
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name in names
-    ]
-
-
-@pytest.mark.parametrize("topic", topics())
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "topic", sorted({use.topic for use in all_uses() if not use.slow})
+)
 def test_uses_have_the_documented_outcomes(topic: str) -> None:
     compare_with_the_document(
         [use for use in all_uses() if use.topic == topic and not use.slow]

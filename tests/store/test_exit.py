@@ -192,6 +192,7 @@ def test_an_end_by_an_error(interpreter: ForkingInterpreter, tmp_path: Path) -> 
     assert (ended.returncode, ended.stderr) == (3, "")
 
 
+@pytest.mark.slow
 def test_acknowledged_rows_are_there(
     interpreter: ForkingInterpreter, tmp_path: Path
 ) -> None:

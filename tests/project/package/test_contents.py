@@ -111,7 +111,12 @@ SCRIPTS = {
 @pytest.mark.parametrize(
     ("package", "library", "tag"),
     [
-        ("torchrec_recstore", "_C.abi3.so", "cp310-abi3-linux_x86_64"),
+        pytest.param(
+            "torchrec_recstore",
+            "_C.abi3.so",
+            "cp310-abi3-linux_x86_64",
+            marks=pytest.mark.slow,
+        ),
         ("torchrec_recstore_service", "_rows.abi3.so", "cp310-abi3-linux_x86_64"),
         pytest.param(
             "torchrec_recstore_serving",

@@ -232,6 +232,7 @@ def test_a_copy_changes_and_the_original_does_not(tmp_path: Path) -> None:
         each.verify()
 
 
+@pytest.mark.slow
 def test_what_is_refused(tmp_path: Path) -> None:
     model = Model(SMALL)
     step(model, 0)

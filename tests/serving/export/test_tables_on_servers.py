@@ -395,6 +395,7 @@ def test_a_follower_gets_the_dense_part(
                 assert torch.equal(follower.model(features), model(features))
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_and_started(
     server: RecStoreServer, transport: str, tmp_path: Path
 ) -> None:

@@ -548,6 +548,7 @@ def resident_bytes(field: str = "VmRSS") -> int:
     raise AssertionError(field)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_document_is_bounded_before_it_is_read() -> None:
     """A process forks one for each document, so that what is freed does not hide what is
     taken.

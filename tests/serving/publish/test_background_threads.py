@@ -394,7 +394,8 @@ def sharded_beside_threads(rank: int, world_size: int, folder: Path) -> None:
     trained_sharded(rank, None, len(beside.losses)).assert_equals(beside)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_sharded_training_beside_threads(ranks: int, tmp_path: Path) -> None:
     """With the thread of the pipeline that prefetches, async_save and a publisher of a
     model that is traced.

@@ -254,6 +254,7 @@ def test_an_object_that_the_model_reads_is_part_of_its_structure(
             assert_follows(follower, model, tmp_path)
 
 
+@pytest.mark.slow
 def test_attributes_that_the_program_does_not_have(tmp_path: Path) -> None:
     """A model that counts its steps is compiled again, to the same program: deltas go
     on.
