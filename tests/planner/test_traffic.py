@@ -195,9 +195,8 @@ def compare(rank: int, ranks: int, *, weighted: bool) -> None:
         }, direction
 
 
-@pytest.mark.parametrize(
-    ("ranks", "weighted"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "weighted"), [(2, True), (4, False)])
 def test_bytes_are_those_of_the_collectives(ranks: int, weighted: bool) -> None:
     run_on_ranks(ranks, partial(compare, weighted=weighted))
 

@@ -188,6 +188,7 @@ def follow(
     )
 
 
+@pytest.mark.slow
 def test_a_delta_reads_only_what_has_changed_since_its_base(tmp_path: Path) -> None:
     """A base that is not the last version has a delta, too; one of other rows is
     compared as a whole.
