@@ -145,7 +145,7 @@ template <class Work>
 void with_columns(int64_t columns, const Work& work) {
   switch (columns) {
     case 16: return work(std::integral_constant<int64_t, 16>{});
-#ifndef RECSTORE_FEW_DIMS  // the tests under sanitizers, because of the time that the compiler takes
+#ifndef RECSTORE_FEW_LOOPS  // the tests under sanitizers, because of the time that the compiler takes
     case 32: return work(std::integral_constant<int64_t, 32>{});
     case 64: return work(std::integral_constant<int64_t, 64>{});
     case 128: return work(std::integral_constant<int64_t, 128>{});
@@ -310,13 +310,16 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
 
 // The optimizers that most tables have. Their loops are compiled for each row type, and for the usual dims.
 template <class Step>
-constexpr bool kIsUsual = std::is_same_v<Step, SgdStep> || std::is_same_v<Step, AdagradStep> ||
-                          std::is_same_v<Step, RowWiseAdagradStep> || std::is_same_v<Step, AdamStep>;
+constexpr bool kIsUsual = std::is_same_v<Step, RowWiseAdagradStep> || std::is_same_v<Step, AdamStep>
+#ifndef RECSTORE_FEW_LOOPS
+                          || std::is_same_v<Step, SgdStep> || std::is_same_v<Step, AdagradStep>
+#endif
+    ;
 
 // Calls work(columns) with a compile-time constant for the dims of large rows.
 template <class Work>
 void with_many_columns(int64_t columns, const Work& work) {
-#ifndef RECSTORE_FEW_DIMS
+#ifndef RECSTORE_FEW_LOOPS
   if (columns == 64) return work(std::integral_constant<int64_t, 64>{});
   if (columns == 128) return work(std::integral_constant<int64_t, 128>{});
 #endif
