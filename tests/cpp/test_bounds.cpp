@@ -74,6 +74,16 @@ struct Step {
 
 Slot slot_of(const Table& table, int64_t id) { return table.index().find(id); }
 
+// A slot that a pending pass refers to does not belong to another id.
+void check_pinned(const Table& table, const std::vector<Step>& pending) {
+  for (const Step& step : pending) {
+    SlotSet pinned(table.rows().slots());
+    step.pass->pin(table, pinned);
+    const std::set<int64_t> ids(step.ids.begin(), step.ids.end());
+    table.index().for_each([&](int64_t id, Slot slot) { CHECK(!pinned.contains(slot) || ids.count(id) > 0); });
+  }
+}
+
 void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
   std::mt19937_64 random(seed);
   Threads executor(1 + static_cast<int>(seed % 3));
@@ -82,7 +92,8 @@ void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
   std::vector<Step> pending;
   std::unique_ptr<Snapshot> snapshot;
   int64_t full = 0;
-  for (int round = 0; round < 1500; ++round) {
+  constexpr int kRounds = 400;
+  for (int round = 0; round < kRounds; ++round) {
     const uint64_t what = random() % 20;
     if (what < 9) {
       const int64_t before = table->size(), clock = table->clock();
@@ -136,14 +147,7 @@ void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
       }
     }
     CHECK(table->size() <= bounds.max_rows);
-    // A slot that a pending pass refers to does not belong to another id.
-    for (const Step& step : pending) {
-      SlotSet pinned(table->rows().slots());
-      step.pass->pin(*table, pinned);
-      table->index().for_each([&](int64_t id, Slot slot) {
-        CHECK(!pinned.contains(slot) || std::find(step.ids.begin(), step.ids.end(), id) != step.ids.end());
-      });
-    }
+    if (round % 4 == 0) check_pinned(*table, pending);
   }
   CHECK(full > 0);
   CHECK(table->counters().evicted > kMaxRows);
@@ -163,7 +167,7 @@ class Counting final : public Executor {
 };
 
 void the_search_for_the_least_rows_is_spread_over_the_steps() {
-  constexpr int64_t kRows = 400'000, kNew = 500, kSteps = 120;
+  constexpr int64_t kRows = 100'000, kNew = 125, kSteps = 120;
   for (const auto& [half_life, frequency] :
        std::vector<std::pair<int64_t, uint32_t>>{{0, 0}, {50, 0}, {20, 0}, {20, 1 << 20}}) {
     Bounds bounds;
@@ -292,7 +296,7 @@ void the_lowest_scores_leave() {
       return ids;
     };
     scored.insert(new_ids(5000));
-    for (int step = 0; step < 150; ++step) {
+    for (int step = 0; step < 60; ++step) {
       scored.table->begin_step();
       for (uint64_t call = random() % 3; call > 0; --call) {
         std::vector<int64_t> ids(random() % (step % 50 == 49 ? 5000 : 300));
@@ -334,7 +338,7 @@ void the_lowest_scores_leave() {
 }
 
 void the_search_for_the_lowest_scores_is_spread_over_the_steps() {
-  constexpr int64_t kRows = 400'000, kNew = 500, kSteps = 120;
+  constexpr int64_t kRows = 100'000, kNew = 125, kSteps = 120;
   std::mt19937_64 random(3);
   ScoredTable scored(kRows, std::numeric_limits<float>::infinity());
   Table& table = *scored.table;
@@ -361,7 +365,7 @@ void the_search_for_the_lowest_scores_is_spread_over_the_steps() {
   score(2 * kRows);
   for (int64_t step = 0; step < kSteps; ++step) {
     table.begin_step();
-    score(2000);
+    score(500);
     const SlotSet kept(table.rows().slots());
     counting.tasks = 0;
     const std::vector<Leaver> leavers = table.evictions().next(table, kept, kNew, counting);

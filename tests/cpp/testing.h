@@ -33,6 +33,14 @@
     }                                                                                              \
   } while (0)
 
+// Under ThreadSanitizer, and in the emulator for aarch64, a test takes about ten times as long. Random tests make fewer
+// rounds there: the programs with AddressSanitizer are those that meet every kind of state.
+#if defined(__SANITIZE_THREAD__) || defined(__aarch64__)
+constexpr bool kIsSlow = true;
+#else
+constexpr bool kIsSlow = false;
+#endif
+
 // Returns a pass that has begun.
 inline std::shared_ptr<recstore::Pass> begun(const std::shared_ptr<const recstore::Group>& group,
                                              const recstore::Batch& batch, float* out, recstore::Executor& executor,
