@@ -205,7 +205,7 @@ void any_calls(uint64_t seed) {
   const Snapshot snapshot(still, std::nullopt);
   std::vector<Step> pending, still_pending;
   int64_t shrunk = 0, slots = 0;
-  for (int round = 0; round < 60; ++round) {
+  for (int round = 0; round < 40; ++round) {
     const uint64_t what = random() % 6;
     std::vector<int64_t> ids(1000 + random() % 9000);
     for (int64_t& id : ids) id = static_cast<int64_t>(random() % 40000);
@@ -318,7 +318,7 @@ int main() {
   for (const size_t at_once : {size_t{1000}, size_t{kRows}}) rows_that_move_are_the_same(at_once);
   an_empty_table_has_no_memory();
   shrink_returns_what_has_been_removed();
-  for (uint64_t seed = 1; seed <= 3; ++seed) any_calls(seed);
+  for (uint64_t seed = 1; seed <= (kIsSlow ? 1 : 2); ++seed) any_calls(seed);
   the_pool_keeps_what_is_used();
   tensors_are_no_larger_than_a_machine();
   a_call_is_repeated_with_idle_memory();

@@ -121,10 +121,10 @@ void check(const Version& version, std::mt19937_64& random) {
 }
 
 void test_versions() {
-  for (int seed = 0; seed < 16; ++seed) {
+  for (int seed = 0; seed < 8; ++seed) {
     std::mt19937_64 random(seed);
     std::deque<Version> versions{built(seed / 2 * 300, random, seed % 2 != 0)};
-    for (int step = 0; step < 150; ++step) {
+    for (int step = 0; step < (kIsSlow ? 25 : 60); ++step) {
       // Mostly the newest version is changed, sometimes an older one, which copies all rows.
       const bool newest = random() % 16 != 0;
       const Version& before = newest ? versions.back() : versions[random() % versions.size()];
@@ -159,7 +159,7 @@ void test_refused_changes() {
 
 void test_readers() {
   std::mt19937_64 random(2);
-  Version newest = built(2000, random);
+  Version newest = built(kIsSlow ? 500 : 2000, random);
   const Version held = newest;
   std::atomic<bool> done{false};
   std::vector<std::thread> readers;
@@ -170,7 +170,7 @@ void test_readers() {
       while (!done);
     });
   }
-  for (int step = 0; step < 100; ++step) {
+  for (int step = 0; step < (kIsSlow ? 30 : 100); ++step) {
     std::shared_ptr<ServedRows> made;
     Version after = changed(newest, random, made);
     made->keep();

@@ -105,7 +105,7 @@ std::vector<int64_t> read(Snapshot& snapshot, int64_t value, int64_t step, bool 
 void beside_changes(OptimizerKind kind, RowType type, int threads) {
   Threads executor(threads);
   const auto table = make_table(kind, type);
-  const std::vector<int64_t> old = range(0, 20000);
+  const std::vector<int64_t> old = range(0, 8000);
   write(*table, old, 1, executor);
   for (int64_t round = 1; round <= 3; ++round) {
     const auto snapshot = snapshot_of(table);
@@ -115,7 +115,7 @@ void beside_changes(OptimizerKind kind, RowType type, int threads) {
       for (int64_t i = 0; !stop; ++i) {
         write(*table, old, round + 1, own);
         write(*table, range(30000 + i * 700, 30000 + (i + 1) * 700), round + 1, own);
-        remove(*table, range(i * 50 % 20000, i * 50 % 20000 + 300));
+        remove(*table, range(i * 50 % 8000, i * 50 % 8000 + 300));
       }
       write(*table, old, round + 1, own);
     });
@@ -209,7 +209,7 @@ void check_positions(Table& table) {
 // index.
 void located() {
   Threads executor(2);
-  for (int seed = 0; seed < 4; ++seed) {
+  for (int seed = 0; seed < 2; ++seed) {
     std::mt19937_64 random(seed);
     const auto by_slot = make_table(OptimizerKind::kSgd, RowType::kFloat32),
                searched = make_table(OptimizerKind::kSgd, RowType::kFloat32);
@@ -222,7 +222,7 @@ void located() {
     };
     for (int i = 0; i < 5; ++i) change(12000);
     locate_rows(by_slot);
-    for (int round = 0; round < 20; ++round) {
+    for (int round = 0; round < 12; ++round) {
       const Changes::Mark one = snapshot_of(by_slot)->mark(), other = snapshot_of(searched)->mark();
       // Mostly few rows change, and are found by their slots. At times the index grows, or rows move to free slots.
       for (uint64_t i = random() % 4; i-- > 0;) change(random() % 5 == 0 ? 20000 : 200);
