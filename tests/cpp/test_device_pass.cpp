@@ -509,8 +509,8 @@ void test_refusals() {
 int main() {
   SerialExecutor serial;
   Threads threads(3);
-  test_random_calls(serial, 12);
-  test_random_calls(threads, 4);  // an emulator starts threads slowly
+  test_random_calls(serial, kIsSlow ? 2 : 8);
+  test_random_calls(threads, kIsSlow ? 1 : 4);  // an emulator starts threads slowly
   test_moves();
   test_staged_rows();
   test_staged_rows_of_two_tables(serial);

@@ -53,7 +53,7 @@ void errors_end_all_parts(int threads) {
 
 // The rows of tables after steps in which most ids are new.
 std::vector<float> trained(const Bounds& bounds, int threads) {
-  constexpr int64_t kTables = 12, kBags = 3000, kColumns = 4;
+  constexpr int64_t kTables = 5, kBags = 3000, kColumns = 4;
   Threads executor(threads);
   std::vector<std::shared_ptr<Table>> tables;
   std::vector<int64_t> features;
@@ -111,7 +111,8 @@ int main() {
   admitting.counter_bytes = 1 << 16;
   for (const Bounds& bounds : {least_recent, least_frequent, expiring, admitting}) {
     const std::vector<float> expected = trained(bounds, 1);
-    for (const int threads : {3, 40}) CHECK(trained(bounds, threads) == expected);
+    CHECK(trained(bounds, 40) == expected);
+    if (!kIsSlow) CHECK(trained(bounds, 3) == expected);
   }
   std::puts("test_parts passed");
 }

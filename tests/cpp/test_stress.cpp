@@ -412,6 +412,6 @@ class Stress {
 }  // namespace
 
 int main(int argc, char** argv) {
-  Stress(argc > 1 ? std::atoll(argv[1]) : 200).run();
+  Stress(argc > 1 ? std::atoll(argv[1]) : kIsSlow ? 120 : 200).run();
   std::puts("test_stress passed");
 }
