@@ -126,6 +126,8 @@ def a_rank_dies(rank: int, model: DistributedModelParallel, path: Path) -> None:
 
 def interrupted(rank: int, model: DistributedModelParallel, path: Path) -> None:
     """Ctrl-C while the process waits for its checkpoint."""
+    # a shell lets the programs that it starts in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     slowly(30)
     async_save(model, path)
     atexit.register(lambda: (path.parent / f"atexit_{rank}").touch())
