@@ -77,6 +77,7 @@ SLOW_CPP := test-faults test-tsan $(TEST_ARM)
 
 test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults, test-tsan, and test-arm if it can run; with THIRD=1, 2 or 3 a third of them: the second step of CI
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m slow $(THIRD:%=--third %) $(ARGS)
+	@# build stands there because a third may have none of them, and make without a goal would print its help
 	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) build $(if $(THIRD),$(word $(THIRD),$(SLOW_CPP)),$(SLOW_CPP))
 
 test-all:  ## make test, then make test-slow

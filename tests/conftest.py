@@ -33,12 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leaves the tests of the asked third, and begins with the modules that have long
-    tests, which would otherwise run at the end while the other workers wait.
+    """Keeps the tests of the third that ``--third`` asks for, and begins with the modules
+    that have long tests, which would otherwise run at the end while the other workers
+    wait.
     """
     third = config.getoption("--third")
     if third is not None:
-        leave_third(third, config, items)
+        keep_third(third, config, items)
     longest: dict[str, float] = {}
     for item in items:
         limit = item.get_closest_marker("timeout")
@@ -52,7 +53,7 @@ def module_of(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
-def leave_third(third: int, config: pytest.Config, items: list[pytest.Item]) -> None:
+def keep_third(third: int, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the tests of the other two thirds. The name of a function says in which
     it is, so that a new test moves no other one.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,18 @@ from torchrec_recstore.checkpoint.fold import check_files
 
 from .leaving import PROGRAMS
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 
 
-def run(programs: Iterable[str], directory: Path) -> Path:
-    """Runs programs of :mod:`tests.checkpoint.leaving`, and returns the directory of
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs the programs of :mod:`tests.checkpoint.leaving`, and returns the directory of
     their files.
     """
+    directory = tmp_path_factory.mktemp("left")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.leaving", str(directory), *programs],
+        [sys.executable, "-m", "tests.checkpoint.leaving", str(directory), *PROGRAMS],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -34,11 +35,6 @@ def run(programs: Iterable[str], directory: Path) -> Path:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return directory
-
-
-@pytest.fixture(scope="module")
-def left_slowly(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(PROGRAMS, tmp_path_factory.mktemp("left_slowly"))
 
 
 def statuses(left: Path, program: str) -> list[int]:
@@ -53,13 +49,11 @@ def check_saved(path: Path, world_size: int) -> None:
     check_files([info])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_process_that_ends_waits_for_its_checkpoint(
-    left_slowly: Path, world_size: int
+    left: Path, world_size: int
 ) -> None:
     """The checkpoint is written even if a rank has destroyed the process group."""
-    left = left_slowly
     program = f"finished_at_exit_{world_size}"
     assert statuses(left, program) == [0] * world_size
     check_saved(left / program / "saved", world_size)
@@ -68,12 +62,11 @@ def test_a_process_that_ends_waits_for_its_checkpoint(
         assert (left / program / f"atexit_{rank}").exists()
 
 
-@pytest.mark.slow
 def test_an_error_that_nobody_asked_for_is_printed_and_is_the_status(
-    left_slowly: Path,
+    left: Path,
 ) -> None:
-    directory = left_slowly / "failed_unasked_1"
-    assert statuses(left_slowly, directory.name) == [1]
+    directory = left / "failed_unasked_1"
+    assert statuses(left, directory.name) == [1]
     output = (directory / "stderr_0").read_text()
     path = directory / "saved"
     assert output.startswith(
@@ -87,46 +80,40 @@ def test_an_error_that_nobody_asked_for_is_printed_and_is_the_status(
     assert not path.exists()
 
 
-@pytest.mark.slow
 def test_an_error_that_the_next_save_has_raised_is_not_told_again(
-    left_slowly: Path,
+    left: Path,
 ) -> None:
-    assert statuses(left_slowly, "failed_and_asked_1") == [0]
-    assert (left_slowly / "failed_and_asked_1" / "stderr_0").read_text() == ""
-    check_saved(left_slowly / "failed_and_asked_1" / "later", 1)
+    assert statuses(left, "failed_and_asked_1") == [0]
+    assert (left / "failed_and_asked_1" / "stderr_0").read_text() == ""
+    check_saved(left / "failed_and_asked_1" / "later", 1)
 
 
-@pytest.mark.slow
-def test_a_save_that_fails_after_the_next_one_was_refused(left_slowly: Path) -> None:
-    assert statuses(left_slowly, "failed_late_1") == [1]
+def test_a_save_that_fails_after_the_next_one_was_refused(left: Path) -> None:
+    assert statuses(left, "failed_late_1") == [1]
     assert (
-        "No space left on device"
-        in (left_slowly / "failed_late_1" / "stderr_0").read_text()
+        "No space left on device" in (left / "failed_late_1" / "stderr_0").read_text()
     )
 
 
-@pytest.mark.slow
-def test_another_status_stays_as_it_is(left_slowly: Path) -> None:
-    assert statuses(left_slowly, "left_with_an_error_1") == [3]
-    check_saved(left_slowly / "left_with_an_error_1" / "saved", 1)
+def test_another_status_stays_as_it_is(left: Path) -> None:
+    assert statuses(left, "left_with_an_error_1") == [3]
+    check_saved(left / "left_with_an_error_1" / "saved", 1)
 
 
-@pytest.mark.slow
-def test_a_rank_that_dies_is_told_of_by_those_that_live(left_slowly: Path) -> None:
-    assert statuses(left_slowly, "a_rank_dies_2") == [1, -9]
+def test_a_rank_that_dies_is_told_of_by_those_that_live(left: Path) -> None:
+    assert statuses(left, "a_rank_dies_2") == [1, -9]
     assert (
         "RuntimeError: a rank of the job has died"
-        in (left_slowly / "a_rank_dies_2" / "stderr_0").read_text()
+        in (left / "a_rank_dies_2" / "stderr_0").read_text()
     )
-    assert not (left_slowly / "a_rank_dies_2" / "saved").exists()
+    assert not (left / "a_rank_dies_2" / "saved").exists()
 
 
-@pytest.mark.slow
 def test_a_process_that_is_interrupted_while_it_waits_says_what_is_not_written(
-    left_slowly: Path,
+    left: Path,
 ) -> None:
-    directory = left_slowly / "interrupted_1"
-    assert statuses(left_slowly, directory.name) == [1]
+    directory = left / "interrupted_1"
+    assert statuses(left, directory.name) == [1]
     assert (
         f"async_save: the checkpoint {directory / 'saved'} has not been written.\n"
         "It was being written when the process was interrupted.\n"
@@ -135,10 +122,9 @@ def test_a_process_that_is_interrupted_while_it_waits_says_what_is_not_written(
     assert not (directory / "saved").exists()
 
 
-@pytest.mark.slow
-def test_a_forked_child_of_multiprocessing_prints_the_error(left_slowly: Path) -> None:
-    assert statuses(left_slowly, "failed_in_a_fork_1") == [0]
+def test_a_forked_child_of_multiprocessing_prints_the_error(left: Path) -> None:
+    assert statuses(left, "failed_in_a_fork_1") == [0]
     assert (
         "No space left on device"
-        in (left_slowly / "failed_in_a_fork_1" / "stderr_0").read_text()
+        in (left / "failed_in_a_fork_1" / "stderr_0").read_text()
     )
