@@ -3,6 +3,9 @@
 // number RECSTORE_BLOCK of columns that are pooled together, and the macros RECSTORE_STREAM(dst, register) and
 // RECSTORE_MATCH(line, id).
 //
+// RECSTORE_ANY_COLUMNS leaves out the loops in which the number of columns is a constant: with them, the compiler takes
+// twice as long.
+//
 // A library that only searches the index and reads rows defines RECSTORE_READS_ONLY: the loops that pool and update
 // rows take the compiler most of its time.
 
@@ -143,15 +146,15 @@ __attribute__((noinline)) void pool_bags(const PoolArgs& a, Columns columns) {
 // Calls work(columns); the number is a compile-time constant for the dims that most tables have.
 template <class Work>
 void with_columns(int64_t columns, const Work& work) {
-  switch (columns) {
-    case 16: return work(std::integral_constant<int64_t, 16>{});
+#ifndef RECSTORE_ANY_COLUMNS
+  if (columns == 16) return work(std::integral_constant<int64_t, 16>{});
 #ifndef RECSTORE_FEW_LOOPS  // the tests under sanitizers, because of the time that the compiler takes
-    case 32: return work(std::integral_constant<int64_t, 32>{});
-    case 64: return work(std::integral_constant<int64_t, 64>{});
-    case 128: return work(std::integral_constant<int64_t, 128>{});
+  if (columns == 32) return work(std::integral_constant<int64_t, 32>{});
+  if (columns == 64) return work(std::integral_constant<int64_t, 64>{});
+  if (columns == 128) return work(std::integral_constant<int64_t, 128>{});
 #endif
-    default: return work(columns);
-  }
+#endif
+  work(columns);
 }
 
 void pool(const PoolArgs& a) {
@@ -319,7 +322,7 @@ constexpr bool kIsUsual = std::is_same_v<Step, RowWiseAdagradStep> || std::is_sa
 // Calls work(columns) with a compile-time constant for the dims of large rows.
 template <class Work>
 void with_many_columns(int64_t columns, const Work& work) {
-#ifndef RECSTORE_FEW_LOOPS
+#if !defined(RECSTORE_FEW_LOOPS) && !defined(RECSTORE_ANY_COLUMNS)
   if (columns == 64) return work(std::integral_constant<int64_t, 64>{});
   if (columns == 128) return work(std::integral_constant<int64_t, 128>{});
 #endif

@@ -18,6 +18,8 @@
 #define RECSTORE_ISA_NAME "baseline"
 #define RECSTORE_WIDTH 4
 #define RECSTORE_BLOCK 32
+// Only a processor without AVX2, or without NEON, runs these loops.
+#define RECSTORE_ANY_COLUMNS
 #define RECSTORE_STREAM(dst, value) store_lanes(dst, value)
 #define RECSTORE_MATCH(line, id)                                                                                   \
   (unsigned{(line).ids[0] == (id)} | unsigned{(line).ids[1] == (id)} << 1 | unsigned{(line).ids[2] == (id)} << 2 | \
