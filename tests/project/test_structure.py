@@ -170,3 +170,19 @@ def test_the_slots_of_ids_are_those_of_the_cpp_client() -> None:
             PACKAGES["torchrec_recstore_service"] / "include" / "recstore" / "slots.h"
         ).read_text()
     )
+
+
+def test_the_compiler_keeps_functions_that_prefetch() -> None:
+    """GCC drops calls of them that it does not inline (csrc/base/prefetch.h)."""
+    header = re.compile(r"^.*\bprefetch\w*(?: = \[.*\])?\([^;{}]*\{", re.MULTILINE)
+    checked = 0
+    for path in sorted(PACKAGES["torchrec_recstore"].glob("csrc/*/*")):
+        text = re.sub("//.*", "", path.read_text())
+        for match in header.finditer(text):
+            body = text[match.end() : text.index("}", match.end())]
+            is_call = match.group().lstrip().startswith(("if ", "for "))
+            if "__builtin_prefetch" not in body or is_call:
+                continue
+            checked += 1
+            assert "RECSTORE_PREFETCHES" in match.group(), (path.name, match.group())
+    assert checked >= 10

@@ -38,10 +38,6 @@ Sightings::Place Sightings::find(int generation, int64_t id, bool of_part) const
   }
 }
 
-void Sightings::prefetch(int64_t id) const {
-  for (const int generation : {0, 1}) __builtin_prefetch(buckets(generation) + bucket_of(id));
-}
-
 int64_t Sightings::count(int64_t id) const { return std::min(255, *find(0, id).count + *find(1, id).count); }
 
 void Sightings::add_at(Place place, int64_t id, int64_t count, int64_t& size) {

@@ -5,6 +5,7 @@
 
 #include "base/executor.h"
 #include "base/memory.h"
+#include "base/prefetch.h"
 
 namespace recstore {
 
@@ -32,7 +33,9 @@ class Sightings {
   void add(std::vector<int64_t>& ids, Executor& executor) noexcept;
   std::vector<int64_t> by_part(const std::vector<int64_t>& ids) const;
   // Prefetches the cache lines that the other calls read for an id.
-  void prefetch(int64_t id) const;
+  RECSTORE_PREFETCHES void prefetch(int64_t id) const {
+    for (const int generation : {0, 1}) __builtin_prefetch(buckets(generation) + bucket_of(id));
+  }
 
   // The number of ids of a generation.
   int64_t most() const { return buckets_ * kFilled; }

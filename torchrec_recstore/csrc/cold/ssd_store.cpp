@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/mix.h"
+#include "base/prefetch.h"
 
 namespace recstore {
 namespace {
@@ -96,7 +97,7 @@ void SsdIndex::reserve(const int64_t* ids, int64_t n) {
   }
 }
 
-void SsdIndex::prefetch(int64_t id) const {
+RECSTORE_PREFETCHES inline void SsdIndex::prefetch(int64_t id) const {
   const uint64_t hash = hash_of(id);
   const Part& part = parts_[hash >> (64 - kPartBits)];
   if (part.capacity == 0) return;

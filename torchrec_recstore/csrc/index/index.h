@@ -7,6 +7,7 @@
 
 #include "base/memory.h"
 #include "base/mix.h"
+#include "base/prefetch.h"
 #include "index/index_lines.h"
 
 namespace recstore {
@@ -39,7 +40,9 @@ class Index {
   static int part_of(uint64_t hash) { return static_cast<int>(hash >> (64 - kPartBits)); }
   int part_of_id(int64_t id) const { return part_of(hash(id)); }
   static uint32_t position_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 32); }
-  void prefetch(uint64_t hash) const { __builtin_prefetch(lines() + view().home(position_of(hash)), 1, 3); }
+  RECSTORE_PREFETCHES void prefetch(uint64_t hash) const {
+    __builtin_prefetch(lines() + view().home(position_of(hash)), 1, 3);
+  }
 
   Slot find(int64_t id) const;
   // Writes the slot of each of ids (n,) to slots (n,); kNoSlot for an id without an entry. Returns the number of ids
@@ -47,7 +50,9 @@ class Index {
   int64_t find(const int64_t* ids, int64_t n, Slot* slots) const;
   // Returns the id of a slot, whose entry has this position; nothing if there is no such entry.
   std::optional<int64_t> id_of(Slot slot, uint32_t position) const;
-  void prefetch_position(uint32_t position) const { __builtin_prefetch(lines() + view().home(position), 0, 3); }
+  RECSTORE_PREFETCHES void prefetch_position(uint32_t position) const {
+    __builtin_prefetch(lines() + view().home(position), 0, 3);
+  }
 
   // Makes room for `count` inserts. Entries may move. Throws OutOfMemory.
   void reserve(int64_t count);

@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "base/prefetch.h"
 #include "index/index_lines.h"
 #include "lookup/batch.h"
 #include "rows/config.h"

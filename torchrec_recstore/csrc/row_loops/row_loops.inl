@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kPrefetchIds = 16;     // rows that are prefetched ahead, at least
 constexpr int64_t kPrefetchLines = 128;  // cache lines of them, at least
 
-inline void prefetch_row(const float* row, int64_t floats) {
+RECSTORE_PREFETCHES inline void prefetch_row(const float* row, int64_t floats) {
   for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d, 0, 3);
 }
 
@@ -64,14 +64,12 @@ inline int64_t rows_ahead(int64_t floats) {
 
 // Prefetches the weights of a row.
 template <class Row, class Columns>
-inline __attribute__((always_inline)) void prefetch_weights(const PoolArgs& a, Columns columns, int64_t position) {
+RECSTORE_PREFETCHES inline void prefetch_weights(const PoolArgs& a, Columns columns, int64_t position) {
   const Slot slot = a.slots[position];
   prefetch_row(a.rows.data + (slot == kNoSlot ? 0 : slot) * a.rows.stride, Row::floats(columns));
 }
-// Always inlined: GCC 12 takes a function that only prefetches for one without effect, and drops calls of it.
 template <class Row, class Columns>
-inline __attribute__((always_inline)) void prefetch_later(const PoolArgs& a, Columns columns, int64_t position,
-                                                          Later later) {
+RECSTORE_PREFETCHES inline void prefetch_later(const PoolArgs& a, Columns columns, int64_t position, Later later) {
   if (position + later.ahead < later.last) prefetch_weights<Row>(a, columns, position + later.ahead);
 }
 
@@ -183,8 +181,8 @@ inline float scale_of(const UpdateArgs& a, int64_t bag, int64_t position) {
 constexpr int kPrefetchLinks = 12;  // linked gradients that are prefetched ahead; they lie far apart
 
 // Prefetches n columns of the gradients of the next `links` linked positions. Returns the link after them.
-inline __attribute__((always_inline)) Link prefetch_linked(const UpdateArgs& a, Link link, int64_t links,
-                                                           int64_t column, int64_t n) {
+RECSTORE_PREFETCHES inline Link prefetch_linked(const UpdateArgs& a, Link link, int64_t links, int64_t column,
+                                                int64_t n) {
   for (; links > 0 && link != 0; --links) {
     prefetch_row(grad_of(a, a.bag_of[link - 1]) + column, n);
     link = a.links[link - 1] & ~kNotFirst;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/memory.h"
+#include "base/prefetch.h"
 #include "index/index.h"
 #include "index/sets.h"
 #include "row_loops/row_loops.h"
@@ -42,7 +43,7 @@ class Rows {
   int64_t image_bytes() const { return row_bytes() + aside_bytes(); }
   RowType type() const { return type_; }
   StateType state_type() const { return state_type_; }
-  void prefetch(Slot slot) const {
+  RECSTORE_PREFETCHES void prefetch(Slot slot) const {
     const char* data = reinterpret_cast<const char*>(row(slot));
     for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(data + byte);
     __builtin_prefetch(aside(slot));

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/memory.h"
+#include "base/prefetch.h"
 #include "index/index.h"
 
 namespace recstore {
@@ -93,7 +94,7 @@ class Changes {
   // Records the position of a row. Distinct slots may be placed in parallel.
   void place(Slot slot, uint32_t position) { positions()[slot] = position; }
   uint32_t position(Slot slot) const { return positions()[slot]; }
-  void prefetch_position(Slot slot) const { __builtin_prefetch(positions() + slot); }
+  RECSTORE_PREFETCHES void prefetch_position(Slot slot) const { __builtin_prefetch(positions() + slot); }
 
  private:
   enum class Locates { kNo, kSome, kAll };
