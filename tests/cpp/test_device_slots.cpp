@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <utility>
@@ -24,8 +25,8 @@ constexpr uint64_t kNonsense = 0x7F7F7F7F;
 // Lets device slots read the frequency of each row from a function.
 template <class Frequency>
 DeviceSlots::Frequencies frequencies_of(const Frequency& frequency) {
-  return [frequency](const std::vector<Slot>& rows, std::vector<uint32_t>& frequencies) {
-    for (const Slot slot : rows) frequencies.push_back(frequency(slot));
+  return [frequency](const Slot* rows, int64_t n, uint32_t* frequencies) {
+    for (int64_t i = 0; i < n; ++i) frequencies[i] = rows[i] == kNoSlot ? 0 : frequency(rows[i]);
   };
 }
 
@@ -77,10 +78,11 @@ struct WithDevice : Host {
   int64_t hits = 0, arrivals = 0, refreshed = 0, written_back = 0, refused = 0, abandoned = 0;
 
   void land() {
-    device.land([&](int64_t i, Slot slot) {
-      rows[slot] = flying[static_cast<size_t>(i)];
-      ++written_back;
-    });
+    device.land([](Slot) {},
+                [&](int64_t i, Slot slot) {
+                  rows[slot] = flying[static_cast<size_t>(i)];
+                  ++written_back;
+                });
     CHECK(device.in_flight() == 0);
   }
   void settle_device_slots(const std::vector<DeviceSlot>& dirty) {
@@ -198,7 +200,8 @@ class Run {
       ++table_.refused;
       return;
     }
-    for (const Slot slot : slots) pass.devices.push_back(table_.device.planned_slot(slot));
+    for (size_t i = 0; i < slots.size(); ++i)
+      pass.devices.push_back(table_.device.planned_slot(static_cast<int64_t>(i)));
     pass.distinct = table_.device.planned().distinct;
     pass.is_on_device = random_() % 10 != 0;
     table_.carry_out(!pass.is_on_device, [&] { meanwhile(pass.is_on_device); });
@@ -225,7 +228,7 @@ class Run {
       table_.device.plan_refresh(pass.distinct);
       table_.carry_out(false, [] {});
       for (const DeviceSlot d : pass.distinct) table_.arena[d] = updated(table_.arena[d], pass.number);
-      table_.device.changed_on_device(pass.distinct, [](Slot) {});
+      table_.device.changed_on_device(pass.distinct, [](Slot) {}, [](Slot) {});
     } else {
       table_.settle(pass.hosts);
       for (const Slot slot : distinct) table_.write(slot, updated(table_.rows[slot], pass.number));
@@ -336,6 +339,31 @@ void test_victims() {
   CHECK(device.device_slot(0) != DeviceSlots::kNone && device.device_slot(2) != DeviceSlots::kNone);
 }
 
+// The rows that leave are the least frequent ones, of two with one frequency the one in the lower device slot, whether
+// their frequencies are small or large.
+void test_victims_in_order(uint32_t least, uint32_t frequencies_apart) {
+  constexpr int64_t kRows = 400, kLeaving = 30;
+  DeviceSlots device(kRows);
+  const auto frequencies = frequencies_of(
+      [&](Slot slot) { return least + static_cast<uint32_t>(slot * 7919 % kRows) / 3 * frequencies_apart; });
+  std::vector<Slot> rows(kRows), arriving(kLeaving);
+  std::iota(rows.begin(), rows.end(), Slot{0});
+  std::iota(arriving.begin(), arriving.end(), static_cast<Slot>(kRows));
+  CHECK(device.plan({{rows.data(), kRows}}, 1, 1, frequencies, kRows + kLeaving));
+  device.commit();
+  const auto rank = [&](Slot slot) {
+    uint32_t frequency = 0;
+    frequencies(&slot, 1, &frequency);
+    return std::make_pair(frequency, device.device_slot(slot));
+  };
+  std::sort(rows.begin(), rows.end(), [&](Slot a, Slot b) { return rank(a) < rank(b); });
+  CHECK(device.plan({{arriving.data(), kLeaving}}, 2, 2, frequencies, kRows + kLeaving));
+  device.commit();
+  for (int64_t i = 0; i < kRows; ++i) {
+    CHECK((device.device_slot(rows[static_cast<size_t>(i)]) == DeviceSlots::kNone) == (i < kLeaving));
+  }
+}
+
 // A pass that is pending keeps its device slots, and a plan without room changes nothing.
 void test_no_room() {
   DeviceSlots device(2);
@@ -360,13 +388,13 @@ void test_plan_before_land() {
   CHECK(device.plan({{first.data(), 1}}, 1, 1, frequencies, 2));
   const std::vector<DeviceSlot> distinct = device.planned().distinct;
   device.commit();
-  device.changed_on_device(distinct, [](Slot) {});
+  device.changed_on_device(distinct, [](Slot) {}, [](Slot) {});
   CHECK(device.plan({{second.data(), 1}}, 2, 2, frequencies, 2));
   device.commit();
   CHECK(device.in_flight() == 1 && device.is_behind(0));
   CHECK_THROWS(device.plan({{first.data(), 1}}, 3, 3, frequencies, 2), InvalidArgument);
   int64_t landed = 0;
-  device.land([&](int64_t, Slot slot) { landed += slot == 0 ? 1 : 100; });
+  device.land([](Slot) {}, [&](int64_t, Slot slot) { landed += slot == 0 ? 1 : 100; });
   CHECK(landed == 1 && !device.is_behind(0));
 }
 
@@ -375,6 +403,9 @@ void test_plan_before_land() {
 int main() {
   test_random_calls();
   test_victims();
+  test_victims_in_order(0, 1);
+  test_victims_in_order(250, 1);
+  test_victims_in_order(1000, 1000);
   test_no_room();
   test_plan_before_land();
   return 0;

@@ -133,10 +133,13 @@ class Passes:
         self._kernels = kernels
         self._device = device
 
-    def segments(self, batch: HostBatch, slots: Tensor) -> PackedSegments:
+    def segments(
+        self, batch: HostBatch, slots: Tensor, *, all_on_device: bool
+    ) -> PackedSegments:
         """Returns the segments of a batch.
 
         ``slots``, (N,) int32, are the numbers of the positions' rows, on the host.
+        ``all_on_device`` says that none of them is negative, which takes long to find.
         """
         of_arenas: list[list[tuple[int, ...]]] = [[] for _ in self._arenas.all]
         positions = [0] * len(self._arenas.all)
@@ -146,7 +149,7 @@ class Passes:
             of_arenas[number].append(segment.fields)
             positions[number] += segment.positions
             most_bags = max(most_bags, segment.bags)
-        if len(slots) and bool((slots < 0).any()):
+        if not all_on_device:
             positions = [int(arena.has(slots).sum()) for arena in self._arenas.all]
         fields = [segment for part in of_arenas for segment in part]
         return PackedSegments(

@@ -481,7 +481,10 @@ class DeviceRows:
 
         An evaluation has no plan, and no settings.
         """
-        packed = self._passes.segments(batch, slots)
+        # A training lookup reads rows from staging alone that admission has refused.
+        is_training = settings is not None
+        all_on_device = is_training and not any(len(part.ids) for part in staged)
+        packed = self._passes.segments(batch, slots, all_on_device=all_on_device)
         parts = {"slots": slots, "segments": packed.fields}
         if settings is not None:
             parts.update(settings.parts())

@@ -76,8 +76,9 @@ DEVICE = [
         "The device does not see what the host has written.",
     ),
     _of_slots(
-        "if (!is_stale(d)) continue;",
-        "continue;",
+        "if (entry.host != kNoSlot && entry.state == State::kStale)"
+        " stale.push_back(distinct[i]);",
+        ";",
         "A backward on the device updates rows that are older than the host's.",
     ),
     _of_slots(
@@ -137,10 +138,9 @@ DEVICE = [
         "The numbers of device slots change with the rows that admission has refused.",
     ),
     _of_slots(
-        "for (size_t i = 0; i < taken.size(); ++i)"
-        " ranked.push_back(ranked_slot(uint64_t{of_rows[i]} + 1, taken[i]));",
-        "for (size_t i = 0; i < taken.size(); ++i)"
-        " ranked.push_back(ranked_slot(1, taken[i]));",
+        "ranked_.push_back(ranked_slot(hosts[i] == kNoSlot ? 0 :"
+        " uint64_t{of_hosts[i]} + 1, slots[i]));",
+        "ranked_.push_back(ranked_slot(hosts[i] == kNoSlot ? 0 : 1, slots[i]));",
         "Rows leave the device in the order of their device slots, not of their use.",
     ),
     _of_pass(
@@ -154,10 +154,19 @@ DEVICE = [
         "An id that admission refuses reads as zeros on a device.",
     ),
     _of_pass(
-        "table.device()->changed_on_device(on_device_[t], [&](Slot slot) {"
-        " table.before_change(slot); });",
-        "table.device()->changed_on_device(on_device_[t], [&](Slot) {});",
+        "table.before_change(slot);",
+        ";",
         "A save has rows that the device has changed after it began.",
+    ),
+    _of_pass(
+        "if (step != 0) count_step(rows.meta(slot), step, half_life);",
+        ";",
+        "The rows that a device has updated do not count the step.",
+    ),
+    _of_pass(
+        "mark_updated(t, counted_apart[t] == 0 ? step : 0);",
+        "mark_updated(t, step);",
+        "A policy that counts occurrences counts steps instead, of rows on a device.",
     ),
     _of_pass(
         "if (!device.plan(ranges(t), numbers_[t], table.oldest_pass(),"

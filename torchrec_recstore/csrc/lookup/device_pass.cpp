@@ -13,7 +13,8 @@
 namespace recstore {
 namespace {
 
-constexpr size_t kMetaAhead = 16;  // rows whose bookkeeping is prefetched
+constexpr int64_t kMetaAhead = 48;  // rows whose bookkeeping is prefetched
+constexpr int64_t kRowsAhead = 8;   // rows that are prefetched while those before are copied
 
 }  // namespace
 
@@ -24,12 +25,17 @@ DeviceSlots& device_slots(const Table& table) {
 }
 
 DeviceSlots::Frequencies frequencies_in(const Table& table) {
-  return [&table](const std::vector<Slot>& rows, std::vector<uint32_t>& frequencies) {
+  return [&table](const Slot* slots, int64_t n, uint32_t* frequencies) {
+    const Rows& rows = table.rows();
     const auto now = static_cast<uint32_t>(table.clock());
     const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
-    for (size_t i = 0; i < rows.size(); ++i) {
-      if (i + kMetaAhead < rows.size()) __builtin_prefetch(&table.rows().meta(rows[i + kMetaAhead]));
-      frequencies.push_back(aged_frequency(table.rows().meta(rows[i]), now, half_life));
+    const auto prefetch = [&](int64_t i) RECSTORE_PREFETCHES {
+      if (i < n && slots[i] != kNoSlot) __builtin_prefetch(&rows.meta(slots[i]));
+    };
+    for (int64_t i = 0; i < kMetaAhead; ++i) prefetch(i);
+    for (int64_t i = 0; i < n; ++i) {
+      prefetch(i + kMetaAhead);
+      frequencies[i] = slots[i] == kNoSlot ? 0 : aged_frequency(rows.meta(slots[i]), now, half_life);
     }
   };
 }
@@ -38,9 +44,17 @@ void stage_planned(const Table& table, int64_t begin, int64_t end, float* out) {
   const ArenaLayout layout = ArenaLayout::of(table.config());
   const int64_t stride = layout.stride();
   const std::vector<Slot>& rows = device_slots(table).planned().rows;
+  const auto prefetch = [&](int64_t i) RECSTORE_PREFETCHES {
+    if (i < end && rows[i] != kNoSlot) prefetch_host_row(layout, table.rows(), rows[i]);
+  };
+  for (int64_t i = begin; i < begin + kRowsAhead; ++i) prefetch(i);
   for (int64_t i = begin; i < end; ++i, out += stride) {
-    std::fill(out, out + stride, 0.0f);
-    if (rows[i] != kNoSlot) to_arena(layout, table.rows(), rows[i], out);
+    prefetch(i + kRowsAhead);
+    if (rows[i] != kNoSlot) {
+      to_arena(layout, table.rows(), rows[i], out);
+    } else {
+      std::fill(out, out + stride, 0.0f);
+    }
   }
 }
 
@@ -48,7 +62,9 @@ void land(Table& table, const float* rows, int64_t n) {
   DeviceSlots& device = device_slots(table);
   if (device.in_flight() != n) throw InvalidArgument(std::to_string(device.in_flight()) + " rows are in flight");
   const ArenaLayout layout = ArenaLayout::of(table.config());
-  device.land([&](int64_t i, Slot slot) { from_arena(layout, rows + i * layout.stride(), table.rows(), slot); });
+  const int64_t stride = layout.stride();
+  device.land([&](Slot slot) RECSTORE_PREFETCHES { prefetch_host_row(layout, table.rows(), slot); },
+              [&](int64_t i, Slot slot) { from_arena(layout, rows + i * stride, table.rows(), slot); });
 }
 
 void settle_device_slots(Table& table, const int32_t* dirty, int64_t n, const float* rows) {
@@ -94,10 +110,12 @@ void stage_rows(const Table& table, const int64_t* slots, const int64_t* ids, in
   const ArenaLayout layout = ArenaLayout::of(table.config());
   const auto weight_bytes = static_cast<size_t>(weight_floats(layout.row_type, layout.columns)) * sizeof(float);
   for (int64_t i = 0; i < n; ++i, out += layout.stride()) {
-    std::fill(out, out + layout.stride(), 0.0f);
     if (slots[i] != kNoSlot) {
       to_arena(layout, table.rows(), static_cast<Slot>(slots[i]), out);
-    } else if (const char* row = elsewhere.find(ids[i]); row != nullptr) {
+      continue;
+    }
+    std::fill(out, out + layout.stride(), 0.0f);
+    if (const char* row = elsewhere.find(ids[i]); row != nullptr) {
       std::memcpy(out, row, weight_bytes);
     } else if (initial || table.config().missing_reads_init) {
       table.initializer().fill(ids[i], out);
@@ -166,11 +184,12 @@ bool Pass::plan_on_device(const std::vector<int64_t>& firsts, const std::vector<
 
 std::vector<int64_t> Pass::number_positions(int64_t table, int64_t first, int32_t* out) const {
   const DeviceSlots& device = *group_->tables[table]->device();
-  const auto* slots = static_cast<const Slot*>(slots_.data());
   StagedRows refused(0);
+  int64_t position = 0;
   for_each_position(table, [&](int64_t p) {
-    if (slots[p] != kNoSlot) {
-      out[p] = static_cast<int32_t>(first + device.planned_slot(slots[p]));
+    const DeviceSlots::DeviceSlot slot = device.planned_slot(position++);
+    if (slot != DeviceSlots::kNone) {
+      out[p] = static_cast<int32_t>(first + slot);
     } else {
       out[p] = refused.number(group_->routings[table].raw_id(batch_.ids[p]), kNoSlot);
     }
@@ -200,16 +219,33 @@ std::vector<bool> Pass::plan_refresh(Executor& executor) {
 
 void Pass::updated_on_device(Executor& executor) {
   const auto locks = group_->lock();
+  Steps counted_apart(steps_.size(), 0);
   for_each_task(executor, static_cast<int64_t>(on_device_.size()), [&](int64_t t) {
-    Table& table = *group_->tables[t];
-    table.device()->changed_on_device(on_device_[t], [&](Slot slot) { table.before_change(slot); });
-    if (steps_[t] != kForgotten) table.count_update(static_cast<int64_t>(on_device_[t].size()), 0);
+    const uint32_t step = steps_[t] == kForgotten ? 0 : steps_[t];
+    if (step != 0 && group_->tables[t]->config().bounds.counts_apart()) counted_apart[t] = step;
+    mark_updated(t, counted_apart[t] == 0 ? step : 0);
   });
-  Steps unsettled = steps_;  // of all tables at once: a call for each of them would group the batch again and again
-  std::replace(unsettled.begin(), unsettled.end(), kForgotten, uint32_t{0});
-  if (std::any_of(unsettled.begin(), unsettled.end(), [](uint32_t step) { return step != 0; })) {
-    count(record_step(resolved(), unsettled, executor));
+  // Of all tables at once: a call for each of them would group the batch again and again.
+  if (std::any_of(counted_apart.begin(), counted_apart.end(), [](uint32_t step) { return step != 0; })) {
+    count(record_step(resolved(), counted_apart, executor));
   }
+}
+
+void Pass::mark_updated(int64_t t, uint32_t step) {
+  Table& table = *group_->tables[t];
+  const Rows& rows = table.rows();
+  const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
+  const auto distinct = static_cast<int64_t>(on_device_[t].size());
+  table.device()->changed_on_device(
+      on_device_[t], [&](Slot slot) RECSTORE_PREFETCHES { __builtin_prefetch(&rows.meta(slot), 1); },
+      [&](Slot slot) {
+        table.before_change(slot);
+        if (step != 0) count_step(rows.meta(slot), step, half_life);
+      });
+  if (steps_[t] != kForgotten) table.count_update(distinct, 0);
+  if (step == 0) return;
+  table.counters().lookups += distinct;
+  steps_[t] = 0;
 }
 
 void Pass::read_on_host(float* out, Executor& executor) const { read_trained(*group_, batch_, out, executor); }

@@ -95,6 +95,8 @@ class Pass final : public PendingPass {
   std::vector<int64_t> number_positions(int64_t table, int64_t first, int32_t* out) const;
   // Changes the numbers of a table's rows in the staging, which begin after those of other tables.
   void move_staged_numbers(int64_t table, int64_t rows_before, int32_t* out) const;
+  // Marks the rows of a table as changed on the device, and records the step for each of them unless it is 0.
+  void mark_updated(int64_t table, uint32_t step);
   void settle_without_memory() noexcept;
   ResolvedBatch resolved() const { return {*group_, batch_, static_cast<const Slot*>(slots_.data())}; }
 

@@ -1,17 +1,46 @@
 #include "rows/device_slots.h"
 
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "base/error.h"
 
 namespace recstore {
 namespace {
 
-constexpr int64_t kAhead = 4;         // candidates that are found at once, in multiples of those that are needed,
-constexpr int64_t kPartOfSlots = 16;  // or at least this part of the device slots
-constexpr int64_t kRowsAhead = 16;    // rows whose entries are prefetched while those before are read
-constexpr int kSlotBits = 30;         // of a device slot
+constexpr int64_t kAhead = 4;           // candidates that are found at once, in multiples of those that are needed,
+constexpr int64_t kPartOfSlots = 16;    // or at least this part of the device slots
+constexpr int64_t kRowsAhead = 32;      // rows whose entries are prefetched while those before are read
+constexpr int kSlotBits = 30;           // of a device slot
+constexpr size_t kRankedAtOnce = 1024;  // device slots
 static_assert(DeviceSlots::kMost == int64_t{1} << kSlotBits);
+
+// A device slot and how much its row is used, as one number that is compared at once. Uses of 0: it has no row.
+uint64_t ranked_slot(uint64_t uses, DeviceSlots::DeviceSlot slot) { return uses << kSlotBits | slot; }
+
+// Leaves the `wanted` lowest ranked slots, in ascending order. Before, those with equal uses are in ascending order.
+// Most rows are used a few times, so that counting takes a fraction of the time of a sort.
+void keep_lowest(std::vector<uint64_t>& ranked, size_t wanted) {
+  constexpr size_t kUses = 256;  // the last one stands for all larger ones
+  const auto uses_of = [](uint64_t rank) { return std::min(static_cast<size_t>(rank >> kSlotBits), kUses - 1); };
+  std::array<size_t, kUses> places{};
+  for (const uint64_t rank : ranked) ++places[uses_of(rank)];
+  size_t end = 0;  // of those with fewer uses
+  size_t uses = 0;
+  for (; uses < kUses && end < wanted; ++uses) end += std::exchange(places[uses], end);
+  if (uses == kUses) {
+    std::sort(ranked.begin(), ranked.end());
+    ranked.resize(std::min(ranked.size(), wanted));
+    return;
+  }
+  std::vector<uint64_t> lowest(end);
+  for (const uint64_t rank : ranked) {
+    if (uses_of(rank) < uses) lowest[places[uses_of(rank)]++] = rank;
+  }
+  lowest.resize(wanted);
+  ranked = std::move(lowest);
+}
 
 }  // namespace
 
@@ -83,23 +112,36 @@ bool DeviceSlots::plan(const std::vector<Range>& ranges, uint64_t pass, uint64_t
   return false;
 }
 
+RECSTORE_PREFETCHES inline void DeviceSlots::prefetch_entry(const Range& range, int64_t i) const {
+  const auto slot_at = [&](int64_t place) { return place < range.n ? range.slots[place] : kNoSlot; };
+  const Slot first = slot_at(i + 2 * kRowsAhead), second = slot_at(i + kRowsAhead);
+  if (first != kNoSlot) __builtin_prefetch(&device_of_[first]);
+  if (second == kNoSlot) return;
+  const uint32_t entry = device_of_[second];
+  if (is_device_slot(entry)) __builtin_prefetch(&slots_[entry], 1);
+}
+
 void DeviceSlots::find_rows(const std::vector<Range>& ranges, uint64_t pass) {
   std::vector<DeviceSlot> stale;
+  int64_t positions = 0;
+  for (const Range& range : ranges) positions += range.n;
+  plan_.entries.resize(static_cast<size_t>(positions), kNone);
+  uint32_t* entries = plan_.entries.data();
   for (const Range& range : ranges) {
-    for (int64_t i = 0; i < range.n; ++i) {
-      const Slot ahead = i + kRowsAhead < range.n ? range.slots[i + kRowsAhead] : kNoSlot;
-      if (ahead != kNoSlot) __builtin_prefetch(&device_of_[ahead]);
+    for (int64_t i = 0; i < range.n; ++i, ++entries) {
+      prefetch_entry(range, i);
       const Slot slot = range.slots[i];
       if (slot == kNoSlot) continue;
-      const uint32_t entry = device_of_[slot];
+      uint32_t& entry = device_of_[slot];
       if (entry == kNone) {
         plan_.rows.push_back(slot);
-        device_of_[slot] = kArriving | static_cast<uint32_t>(plan_.rows.size() - 1);
+        entry = kArriving | static_cast<uint32_t>(plan_.rows.size() - 1);
       } else if (is_device_slot(entry) && slots_[entry].pass != pass) {
         slots_[entry].pass = pass;
         plan_.distinct.push_back(entry);
         if (slots_[entry].state == State::kStale) stale.push_back(entry);
       }
+      *entries = entry;
     }
   }
   plan_.arrivals = static_cast<int64_t>(plan_.rows.size());
@@ -137,62 +179,56 @@ bool DeviceSlots::find_room(uint64_t pass, uint64_t oldest, const Frequencies& f
 }
 
 void DeviceSlots::find_candidates(int64_t count, uint64_t oldest, const Frequencies& frequencies) {
-  // A device slot and how much its row is used, as one number that is compared at once. 0: it has no row.
-  const auto ranked_slot = [](uint64_t uses, DeviceSlot slot) { return uses << kSlotBits | slot; };
-  std::vector<uint64_t> ranked;
-  std::vector<DeviceSlot> taken;
-  std::vector<Slot> rows;
-  for (size_t d = 0; d < slots_.size(); ++d) {
-    const Entry& entry = slots_[d];
-    if (entry.pass >= oldest) continue;
-    if (entry.host == kNoSlot) {
-      ranked.push_back(ranked_slot(0, static_cast<DeviceSlot>(d)));
-    } else {
-      taken.push_back(static_cast<DeviceSlot>(d));
-      rows.push_back(entry.host);
+  ranked_.clear();
+  ranked_.reserve(slots_.size());
+  Slot hosts[kRankedAtOnce];
+  DeviceSlot slots[kRankedAtOnce];
+  uint32_t of_hosts[kRankedAtOnce];
+  for (size_t begin = 0; begin < slots_.size(); begin += kRankedAtOnce) {
+    const size_t end = std::min(begin + kRankedAtOnce, slots_.size());
+    int64_t n = 0;
+    for (size_t d = begin; d < end; ++d) {  // without branches, which the processor could not predict
+      hosts[n] = slots_[d].host;
+      slots[n] = static_cast<DeviceSlot>(d);
+      n += slots_[d].pass < oldest ? 1 : 0;
+    }
+    frequencies(hosts, n, of_hosts);
+    for (int64_t i = 0; i < n; ++i) {
+      ranked_.push_back(ranked_slot(hosts[i] == kNoSlot ? 0 : uint64_t{of_hosts[i]} + 1, slots[i]));
     }
   }
-  std::vector<uint32_t> of_rows;
-  of_rows.reserve(rows.size());
-  frequencies(rows, of_rows);
-  ranked.reserve(ranked.size() + taken.size());
-  for (size_t i = 0; i < taken.size(); ++i) ranked.push_back(ranked_slot(uint64_t{of_rows[i]} + 1, taken[i]));
-  const auto wanted = static_cast<size_t>(std::max(kAhead * count, size() / kPartOfSlots));
-  if (wanted < ranked.size()) {
-    std::nth_element(ranked.begin(), ranked.begin() + static_cast<int64_t>(wanted), ranked.end());
-    ranked.resize(wanted);
-  }
-  std::sort(ranked.begin(), ranked.end());
+  keep_lowest(ranked_, static_cast<size_t>(std::max(kAhead * count, size() / kPartOfSlots)));
   candidates_.clear();
   next_candidate_ = 0;
-  candidates_.reserve(ranked.size());
-  for (const uint64_t lowest : ranked) {
+  candidates_.reserve(ranked_.size());
+  for (const uint64_t lowest : ranked_) {
     const auto slot = static_cast<DeviceSlot>(lowest & ((uint64_t{1} << kSlotBits) - 1));
     candidates_.push_back({slot, slots_[slot].pass});
   }
 }
 
 void DeviceSlots::plan_refresh(const std::vector<DeviceSlot>& distinct) {
-  const auto is_stale = [&](DeviceSlot d) { return slots_[d].host != kNoSlot && slots_[d].state == State::kStale; };
-  const auto count = static_cast<size_t>(std::count_if(distinct.begin(), distinct.end(), is_stale));
-  plan_.rows.reserve(count);
-  plan_.targets.reserve(count);
-  overwritten_.assign(count, 0);
-  for (const DeviceSlot d : distinct) {
-    if (!is_stale(d)) continue;
+  std::vector<DeviceSlot> stale;
+  for (size_t i = 0; i < distinct.size(); ++i) {
+    prefetch_host_of(distinct, i, [](Slot) {});
+    const Entry& entry = slots_[distinct[i]];
+    if (entry.host != kNoSlot && entry.state == State::kStale) stale.push_back(distinct[i]);
+  }
+  plan_.rows.reserve(stale.size());
+  plan_.targets.reserve(stale.size());
+  overwritten_.assign(stale.size(), 0);
+  for (const DeviceSlot d : stale) {
     plan_.rows.push_back(slots_[d].host);
     plan_.targets.push_back(d);
     slots_[d].state = State::kRefreshing;
   }
 }
 
-DeviceSlots::DeviceSlot DeviceSlots::planned_slot(Slot slot) const {
-  const uint32_t entry = device_of_[slot];
-  return is_arriving(entry) ? plan_.targets[entry & ~kArriving] : entry;
-}
-
 void DeviceSlots::commit() noexcept {
-  for (const DeviceSlot d : plan_.leaving) {
+  const auto prefetch = [&](Slot host) RECSTORE_PREFETCHES { __builtin_prefetch(&device_of_[host], 1); };
+  for (size_t i = 0; i < plan_.leaving.size(); ++i) {
+    prefetch_host_of(plan_.leaving, i, prefetch);
+    const DeviceSlot d = plan_.leaving[i];
     const Slot host = slots_[d].host;
     if (host != kNoSlot) device_of_[host] = kFlying | static_cast<uint32_t>(flight_.size());
     flight_.push_back(host);
@@ -200,6 +236,7 @@ void DeviceSlots::commit() noexcept {
     slots_[d].host = kNoSlot;
   }
   for (int64_t i = 0; i < plan_.arrivals; ++i) {
+    prefetch_host_of(plan_.targets, static_cast<size_t>(i), prefetch);
     Entry& entry = slots_[plan_.targets[i]];
     if (entry.host != kNoSlot) {
       device_of_[entry.host] = kNone;
@@ -266,7 +303,8 @@ DeviceSlots::DeviceSlot DeviceSlots::device_slot(Slot slot) const {
 
 int64_t DeviceSlots::bytes() const {
   return static_cast<int64_t>(slots_.capacity() * sizeof(Entry) + device_of_.capacity() * sizeof(uint32_t) +
-                              flight_.capacity() * sizeof(Slot) + candidates_.capacity() * sizeof(Candidate));
+                              flight_.capacity() * sizeof(Slot) + candidates_.capacity() * sizeof(Candidate) +
+                              ranked_.capacity() * sizeof(uint64_t));
 }
 
 }  // namespace recstore

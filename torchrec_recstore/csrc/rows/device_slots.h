@@ -4,6 +4,7 @@
 #include <functional>
 #include <vector>
 
+#include "base/prefetch.h"
 #include "index/index.h"
 
 namespace recstore {
@@ -40,14 +41,15 @@ class DeviceSlots {
   // The rows that a plan copies.
   struct Plan {
     std::vector<DeviceSlot> distinct;  // the device slots of the pass, each once
+    std::vector<uint32_t> entries;     // by position, range by range; see planned_slot()
     std::vector<Slot> rows;            // the host's rows that are copied to the device,
     std::vector<DeviceSlot> targets;   // and where to
     std::vector<DeviceSlot> leaving;   // the rows that are copied to the host first; see land()
     int64_t arrivals = 0;              // number of `rows` that had no device slot
     int64_t hits = 0;                  // number of distinct rows that had one
   };
-  // Appends the frequency of each row to the second array.
-  using Frequencies = std::function<void(const std::vector<Slot>& rows, std::vector<uint32_t>& frequencies)>;
+  // Writes the frequency of each row. rows, frequencies: (n,); of kNoSlot, any number.
+  using Frequencies = std::function<void(const Slot* rows, int64_t n, uint32_t* frequencies)>;
   // Plans that the rows of a pass have device slots. pass: its number, which ascends from call to call. oldest: the
   // number of the oldest pending pass; the rows of later ones keep their device slots. frequencies: the least frequent
   // rows leave the device first. host_slots: the number of slots of the host.
@@ -59,27 +61,39 @@ class DeviceSlots {
   const Plan& planned() const { return plan_; }
   // Lets the plan count no hits, because a later plan counts the same rows.
   void forget_hits() noexcept { plan_.hits = 0; }
-  // The device slot of a row that the plan has, or that has one already.
-  DeviceSlot planned_slot(Slot slot) const;
+  // The device slot of a position of the plan; kNone if it has no row.
+  DeviceSlot planned_slot(int64_t position) const {
+    const uint32_t entry = plan_.entries[static_cast<size_t>(position)];
+    return is_arriving(entry) ? plan_.targets[entry & ~kArriving] : entry;
+  }
   void commit() noexcept;
   void abort() noexcept;
 
   // Notes that the device has changed the rows of a pass, and calls visit(slot) for those that are still in the table.
-  template <class Visit>
-  void changed_on_device(const std::vector<DeviceSlot>& distinct, const Visit& visit) noexcept {
-    for (const DeviceSlot d : distinct) {
-      if (slots_[d].host == kNoSlot) continue;  // the row has left, and its device slot waits for the pass
-      visit(slots_[d].host);
-      slots_[d].state = State::kDirty;
+  // prefetch(slot) is called for a row some rows before.
+  template <class Prefetch, class Visit>
+  void changed_on_device(const std::vector<DeviceSlot>& distinct, const Prefetch& prefetch,
+                         const Visit& visit) noexcept {
+    for (size_t i = 0; i < distinct.size(); ++i) {
+      prefetch_host_of(distinct, i, prefetch);
+      Entry& entry = slots_[distinct[i]];
+      if (entry.host == kNoSlot) continue;  // the row has left, and its device slot waits for the pass
+      visit(entry.host);
+      entry.state = State::kDirty;
     }
   }
 
   // Number of rows in flight.
   int64_t in_flight() const { return static_cast<int64_t>(flight_.size()); }
   // Ends the flight: calls write(i, slot) for each row that is still in the table. i: its place in Plan::leaving.
-  template <class Write>
-  void land(const Write& write) noexcept {
+  // prefetch(slot) is called for a row some rows before.
+  template <class Prefetch, class Write>
+  void land(const Prefetch& prefetch, const Write& write) noexcept {
     for (size_t i = 0; i < flight_.size(); ++i) {
+      if (i + kHostsAhead < flight_.size() && flight_[i + kHostsAhead] != kNoSlot) {
+        __builtin_prefetch(&device_of_[flight_[i + kHostsAhead]], 1);
+        prefetch(flight_[i + kHostsAhead]);
+      }
       if (flight_[i] == kNoSlot) continue;
       write(static_cast<int64_t>(i), flight_[i]);
       ++counts_.written_back;
@@ -139,7 +153,21 @@ class DeviceSlots {
   static bool is_arriving(uint32_t entry) { return entry != kNone && (entry & kArriving) != 0; }
   static bool is_flying(uint32_t entry) { return entry != kNone && (entry & kFlying) != 0; }
 
+  // Entries lie anywhere in memory. Those of a list of device slots are prefetched in two steps: the entry, and later
+  // what belongs to the row that it has.
+  static constexpr size_t kHostsAhead = 32;
+  template <class Prefetch>
+  RECSTORE_PREFETCHES void prefetch_host_of(const std::vector<DeviceSlot>& list, size_t i,
+                                            const Prefetch& prefetch) const {
+    if (i + 2 * kHostsAhead < list.size()) __builtin_prefetch(&slots_[list[i + 2 * kHostsAhead]], 1);
+    if (i + kHostsAhead >= list.size()) return;
+    const Slot host = slots_[list[i + kHostsAhead]].host;
+    if (host != kNoSlot) prefetch(host);
+  }
+
   uint32_t entry_of(Slot slot) const { return slot < device_of_.size() ? device_of_[slot] : kNone; }
+  // Prefetches what find_rows() reads for later places of a range.
+  void prefetch_entry(const Range& range, int64_t i) const;
   void find_rows(const std::vector<Range>& ranges, uint64_t pass);
   bool find_room(uint64_t pass, uint64_t oldest, const Frequencies& frequencies);
   void find_candidates(int64_t count, uint64_t oldest, const Frequencies& frequencies);
@@ -148,6 +176,7 @@ class DeviceSlots {
   std::vector<uint32_t> device_of_;  // by slot of the host
   std::vector<Slot> flight_;         // kNoSlot: the row has left
   std::vector<Candidate> candidates_;
+  std::vector<uint64_t> ranked_;  // memory of find_candidates()
   size_t next_candidate_ = 0;
   Plan plan_;
   std::vector<uint8_t> overwritten_;  // for each of plan_.rows: the host has written the row since
