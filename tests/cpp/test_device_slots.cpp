@@ -405,7 +405,9 @@ int main() {
   test_victims();
   test_victims_in_order(0, 1);
   test_victims_in_order(250, 1);
+  test_victims_in_order(250, 2);
   test_victims_in_order(1000, 1000);
+  test_victims_in_order(uint32_t{1} << 31, 10'000'000);
   test_no_room();
   test_plan_before_land();
   return 0;

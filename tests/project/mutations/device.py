@@ -138,6 +138,13 @@ DEVICE = [
         "The numbers of device slots change with the rows that admission has refused.",
     ),
     _of_slots(
+        "std::sort(lowest.begin() + static_cast<int64_t>(places[b - 1]),"
+        " lowest.begin() + static_cast<int64_t>(places[b]));",
+        ";",
+        "Of rows that are used often, some stay that are used less than those that"
+        " leave.",
+    ),
+    _of_slots(
         "ranked_.push_back(ranked_slot(hosts[i] == kNoSlot ? 0 :"
         " uint64_t{of_hosts[i]} + 1, slots[i]));",
         "ranked_.push_back(ranked_slot(hosts[i] == kNoSlot ? 0 : 1, slots[i]));",

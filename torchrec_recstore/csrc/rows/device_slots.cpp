@@ -19,27 +19,34 @@ static_assert(DeviceSlots::kMost == int64_t{1} << kSlotBits);
 // A device slot and how much its row is used, as one number that is compared at once. Uses of 0: it has no row.
 uint64_t ranked_slot(uint64_t uses, DeviceSlots::DeviceSlot slot) { return uses << kSlotBits | slot; }
 
+constexpr size_t kExact = 256;                       // uses below it have a bucket of their own,
+constexpr size_t kBuckets = kExact + (33 - 8) * 32;  // and 32 buckets share those between two powers of two
+
+// The bucket of a ranked slot, which ascends with its uses.
+size_t bucket_of(uint64_t ranked) {
+  const uint64_t uses = ranked >> kSlotBits;
+  if (uses < kExact) return static_cast<size_t>(uses);
+  const int power = 63 - __builtin_clzll(uses);
+  return kExact + static_cast<size_t>(power - 8) * 32 + static_cast<size_t>(uses >> (power - 5)) - 32;
+}
+
 // Leaves the `wanted` lowest ranked slots, in ascending order. Before, those with equal uses are in ascending order.
-// Most rows are used a few times, so that counting takes a fraction of the time of a sort.
+// Most rows are used a few times, so that counting them takes a fraction of the time of a sort.
 void keep_lowest(std::vector<uint64_t>& ranked, size_t wanted) {
-  constexpr size_t kUses = 256;  // the last one stands for all larger ones
-  const auto uses_of = [](uint64_t rank) { return std::min(static_cast<size_t>(rank >> kSlotBits), kUses - 1); };
-  std::array<size_t, kUses> places{};
-  for (const uint64_t rank : ranked) ++places[uses_of(rank)];
-  size_t end = 0;  // of those with fewer uses
-  size_t uses = 0;
-  for (; uses < kUses && end < wanted; ++uses) end += std::exchange(places[uses], end);
-  if (uses == kUses) {
-    std::sort(ranked.begin(), ranked.end());
-    ranked.resize(std::min(ranked.size(), wanted));
-    return;
+  std::array<size_t, kBuckets> places{};
+  for (const uint64_t slot : ranked) ++places[bucket_of(slot)];
+  size_t kept = 0;
+  size_t buckets = 0;  // those with the kept ones
+  for (; buckets < kBuckets && kept < wanted; ++buckets) kept += std::exchange(places[buckets], kept);
+  std::vector<uint64_t> lowest(kept);
+  for (const uint64_t slot : ranked) {
+    if (bucket_of(slot) < buckets) lowest[places[bucket_of(slot)]++] = slot;
   }
-  std::vector<uint64_t> lowest(end);
-  for (const uint64_t rank : ranked) {
-    if (uses_of(rank) < uses) lowest[places[uses_of(rank)]++] = rank;
+  for (size_t b = kExact; b < buckets; ++b) {  // a place is now that after the bucket
+    std::sort(lowest.begin() + static_cast<int64_t>(places[b - 1]), lowest.begin() + static_cast<int64_t>(places[b]));
   }
-  lowest.resize(wanted);
-  ranked = std::move(lowest);
+  ranked.resize(std::min(kept, wanted));  // it keeps its memory for the next time
+  std::copy_n(lowest.begin(), ranked.size(), ranked.begin());
 }
 
 }  // namespace
