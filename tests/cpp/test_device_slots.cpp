@@ -200,8 +200,9 @@ class Run {
       ++table_.refused;
       return;
     }
-    for (size_t i = 0; i < slots.size(); ++i)
+    for (size_t i = 0; i < slots.size(); ++i) {
       pass.devices.push_back(table_.device.planned_slot(static_cast<int64_t>(i)));
+    }
     pass.distinct = table_.device.planned().distinct;
     pass.is_on_device = random_() % 10 != 0;
     table_.carry_out(!pass.is_on_device, [&] { meanwhile(pass.is_on_device); });

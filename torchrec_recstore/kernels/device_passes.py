@@ -149,7 +149,7 @@ class Passes:
             of_arenas[number].append(segment.fields)
             positions[number] += segment.positions
             most_bags = max(most_bags, segment.bags)
-        if not all_on_device:
+        if not all_on_device and bool((slots < 0).any()):
             positions = [int(arena.has(slots).sum()) for arena in self._arenas.all]
         fields = [segment for part in of_arenas for segment in part]
         return PackedSegments(

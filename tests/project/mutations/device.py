@@ -167,7 +167,7 @@ DEVICE = [
     ),
     _of_pass(
         "if (step != 0) count_step(rows.meta(slot), step, half_life);",
-        ";",
+        "if (step == 0) count_step(rows.meta(slot), step, half_life);",
         "The rows that a device has updated do not count the step.",
     ),
     _of_pass(

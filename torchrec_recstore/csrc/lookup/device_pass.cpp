@@ -45,7 +45,7 @@ void stage_planned(const Table& table, int64_t begin, int64_t end, float* out) {
   const int64_t stride = layout.stride();
   const std::vector<Slot>& rows = device_slots(table).planned().rows;
   const auto prefetch = [&](int64_t i) RECSTORE_PREFETCHES {
-    if (i < end && rows[i] != kNoSlot) prefetch_host_row(layout, table.rows(), rows[i]);
+    if (i < end && rows[i] != kNoSlot) table.rows().prefetch(rows[i]);
   };
   for (int64_t i = begin; i < begin + kRowsAhead; ++i) prefetch(i);
   for (int64_t i = begin; i < end; ++i, out += stride) {
@@ -63,7 +63,7 @@ void land(Table& table, const float* rows, int64_t n) {
   if (device.in_flight() != n) throw InvalidArgument(std::to_string(device.in_flight()) + " rows are in flight");
   const ArenaLayout layout = ArenaLayout::of(table.config());
   const int64_t stride = layout.stride();
-  device.land([&](Slot slot) RECSTORE_PREFETCHES { prefetch_host_row(layout, table.rows(), slot); },
+  device.land([&](Slot slot) RECSTORE_PREFETCHES { table.rows().prefetch(slot); },
               [&](int64_t i, Slot slot) { from_arena(layout, rows + i * stride, table.rows(), slot); });
 }
 

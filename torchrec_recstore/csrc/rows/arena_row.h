@@ -7,7 +7,6 @@
 
 #include "base/error.h"
 #include "base/fields.h"
-#include "base/prefetch.h"
 #include "rows/rows.h"
 
 namespace recstore {
@@ -72,15 +71,6 @@ inline void from_arena(const ArenaLayout& layout, const float* arena_row, const 
   const int64_t floats = layout.host_floats();
   std::memcpy(rows.row(slot), arena_row, static_cast<size_t>(floats) * sizeof(float));
   if (layout.has_row_state) std::memcpy(rows.aside(slot), arena_row + floats, sizeof(float));
-}
-
-// Prefetches what both copies read and write of a row of the host: rows that move lie anywhere in memory.
-RECSTORE_PREFETCHES inline void prefetch_host_row(const ArenaLayout& layout, const Rows& rows, Slot slot) {
-  const auto* row = reinterpret_cast<const char*>(rows.row(slot));
-  const auto bytes = layout.host_floats() * static_cast<int64_t>(sizeof(float));
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
-  __builtin_prefetch(row + bytes - 1);  // a row may end in one more cache line
-  __builtin_prefetch(rows.aside(slot));
 }
 
 }  // namespace recstore

@@ -19,8 +19,9 @@ static_assert(DeviceSlots::kMost == int64_t{1} << kSlotBits);
 // A device slot and how much its row is used, as one number that is compared at once. Uses of 0: it has no row.
 uint64_t ranked_slot(uint64_t uses, DeviceSlots::DeviceSlot slot) { return uses << kSlotBits | slot; }
 
-constexpr size_t kExact = 256;                       // uses below it have a bucket of their own,
-constexpr size_t kBuckets = kExact + (33 - 8) * 32;  // and 32 buckets share those between two powers of two
+// Uses below kExact have a bucket each. Beyond, up to 2**32, there are 32 buckets between two powers of two.
+constexpr size_t kExact = 256;
+constexpr size_t kBuckets = kExact + (33 - 8) * 32;
 
 // The bucket of a ranked slot, which ascends with its uses.
 size_t bucket_of(uint64_t ranked) {
