@@ -38,13 +38,6 @@ FLAGS = [
 OPS_FILE = "ops.cpp"
 """The end of the name of the file that includes all files of the folder `ops`."""
 
-OPS_FLAGS = ["-O1"]
-"""The ops check arguments and call the core, and the compiler writes a long function
-for each from torch's templates: optimizing them further takes a third of the time of
-the file, and gains nothing that can be measured.
-"""
-
-
 def torch_folder() -> "str | None":
     """Returns the folder of torch in this environment, or else in that of the `build`
     or `pip` that runs the build.
@@ -102,6 +95,12 @@ class BuildOnTorch(build_ext):
     the sdist need no torch.
     """
 
+    ops_flags = ["-O1"]
+    """The ops check arguments and call the core, and the compiler writes a long function
+    for each from torch's templates: optimizing them further takes a third of the time
+    of the file, and gains nothing that can be measured.
+    """
+
     def build_extensions(self) -> None:
         root = torch_folder()
         if root is None:
@@ -128,7 +127,7 @@ class BuildOnTorch(build_ext):
             progress = Progress(len(files))
 
             ops_options = dict(
-                options, extra_postargs=[*options["extra_postargs"], *OPS_FLAGS]
+                options, extra_postargs=[*options["extra_postargs"], *self.ops_flags]
             )
 
             def compile_one(file: str) -> None:

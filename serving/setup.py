@@ -40,6 +40,11 @@ class Sdist(WithCore):
     core, core_files = CORE, (*SHARED, *SHARED_HEADERS)
 
 
+class BuildServing(BuildOnTorch):
+    # torch's headers need C++20 from 2.14 on, and GCC 12 warns about them.
+    ops_flags = [*BuildOnTorch.ops_flags, "-std=c++20", "-Wno-stringop-overflow"]
+
+
 setup(
     ext_modules=[
         # The library has no code of Python. torch's stable ABI has no classes, so the
@@ -50,13 +55,12 @@ setup(
             SHARED + sorted(glob.glob(f"{OWN}/**/*.cpp", recursive=True)),
             include_dirs=[CSRC, f"{SERVICE}/csrc"],
             depends=HEADERS,
-            # torch's headers need C++20 from 2.14 on, and GCC 12 warns about them.
-            extra_compile_args=[*FLAGS, "-std=c++20", "-Wno-stringop-overflow"],
+            extra_compile_args=list(FLAGS),
             define_macros=[("RECSTORE_READS_ONLY", None)],
             libraries=["torch", "torch_cpu", "c10", "dl"],
             py_limited_api=True,
         ),
     ],
-    cmdclass={"build_ext": BuildOnTorch, "sdist": Sdist},
+    cmdclass={"build_ext": BuildServing, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )
