@@ -24,10 +24,11 @@ constexpr uint64_t kNonsense = 0x7F7F7F7F;
 
 // Lets device slots read the frequency of each row from a function.
 template <class Frequency>
-DeviceSlots::Frequencies frequencies_of(const Frequency& frequency) {
-  return [frequency](const Slot* rows, int64_t n, uint32_t* frequencies) {
+DeviceSlots::Frequencies frequencies_of(const Frequency& frequency, bool ascend = false) {
+  const auto read = [frequency](const Slot* rows, int64_t n, uint32_t* frequencies) {
     for (int64_t i = 0; i < n; ++i) frequencies[i] = rows[i] == kNoSlot ? 0 : frequency(rows[i]);
   };
+  return {read, ascend};
 }
 
 // What an update does with a value.
@@ -354,7 +355,7 @@ void test_victims_in_order(uint32_t least, uint32_t frequencies_apart) {
   device.commit();
   const auto rank = [&](Slot slot) {
     uint32_t frequency = 0;
-    frequencies(&slot, 1, &frequency);
+    frequencies.read(&slot, 1, &frequency);
     return std::make_pair(frequency, device.device_slot(slot));
   };
   std::sort(rows.begin(), rows.end(), [&](Slot a, Slot b) { return rank(a) < rank(b); });
@@ -363,6 +364,44 @@ void test_victims_in_order(uint32_t least, uint32_t frequencies_apart) {
   for (int64_t i = 0; i < kRows; ++i) {
     CHECK((device.device_slot(rows[static_cast<size_t>(i)]) == DeviceSlots::kNone) == (i < kLeaving));
   }
+}
+
+// If frequencies ascend, not every row is read, and the same rows leave.
+void test_victims_by_what_was_read() {
+  constexpr int64_t kRows = 3000, kOnDevice = 600, kBatch = 40, kPasses = 500;
+  std::mt19937_64 random(1);
+  std::vector<uint32_t> frequency(kRows, 0);
+  int64_t read[2] = {0, 0};
+  DeviceSlots devices[2] = {DeviceSlots(kOnDevice), DeviceSlots(kOnDevice)};
+  for (uint64_t pass = 1; pass <= kPasses; ++pass) {
+    std::vector<Slot> rows;
+    for (int64_t i = 0; i < kBatch; ++i) rows.push_back(static_cast<Slot>(random() % (1 + random() % kRows)));
+    // A row is written by the host, and another one leaves the table, whose slot gets a new row.
+    const auto written = static_cast<Slot>(random() % kRows), removed = static_cast<Slot>(random() % (kRows / 8));
+    frequency[written] = static_cast<uint32_t>(random() % 3);
+    frequency[removed] = 0;
+    std::vector<DeviceSlot> leaving[2];
+    for (const bool ascend : {false, true}) {
+      DeviceSlots& device = devices[ascend];
+      device.wrote(written);
+      device.left(removed);
+      if (pass == kPasses / 2) device.clear();
+      const auto counted = [&](Slot slot) {
+        ++read[ascend];
+        return frequency[slot];
+      };
+      CHECK(device.plan({{rows.data(), kBatch}}, pass, pass, frequencies_of(counted, ascend), kRows));
+      const std::vector<DeviceSlot> distinct = device.planned().distinct;
+      leaving[ascend] = device.planned().leaving;
+      device.commit();
+      device.land([](Slot) {}, [](int64_t, Slot) {});
+      device.changed_on_device(distinct, [](Slot) {}, [](Slot) {});
+    }
+    CHECK(leaving[0] == leaving[1]);
+    for (Slot slot = 0; slot < kRows; ++slot) CHECK(devices[0].device_slot(slot) == devices[1].device_slot(slot));
+    for (const Slot slot : rows) frequency[slot] += 1 + frequency[slot] / 4;
+  }
+  CHECK(devices[0].counts().arrivals > 10 * kOnDevice && read[1] > 0 && 3 * read[1] < 2 * read[0]);
 }
 
 // A pass that is pending keeps its device slots, and a plan without room changes nothing.
@@ -409,6 +448,7 @@ int main() {
   test_victims_in_order(250, 2);
   test_victims_in_order(1000, 1000);
   test_victims_in_order(uint32_t{1} << 31, 10'000'000);
+  test_victims_by_what_was_read();
   test_no_room();
   test_plan_before_land();
   return 0;

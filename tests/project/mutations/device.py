@@ -76,6 +76,17 @@ DEVICE = [
         "The device does not see what the host has written.",
     ),
     _of_slots(
+        "if (rank_slots(oldest, frequencies) < wanted && read_uses_ < kMostUses) {",
+        "if (rank_slots(oldest, frequencies) > wanted && read_uses_ < kMostUses) {",
+        "If few rows are used seldom, rows leave the device that are not the least"
+        " frequent ones, or a batch does not find room.",
+    ),
+    _of_slots(
+        "if (!frequencies.ascend) read_uses_ = kMostUses;",
+        ";",
+        "A row whose frequency has fallen does not leave the device.",
+    ),
+    _of_slots(
         "if (entry.host != kNoSlot && entry.state == State::kStale)"
         " stale.push_back(distinct[i]);",
         ";",
@@ -145,8 +156,7 @@ DEVICE = [
         " leave.",
     ),
     _of_slots(
-        "ranked_.push_back(ranked_slot(hosts[i] == kNoSlot ? 0 :"
-        " uint64_t{of_hosts[i]} + 1, slots[i]));",
+        "ranked_.push_back(ranked_slot(uses, slots[i]));",
         "ranked_.push_back(ranked_slot(hosts[i] == kNoSlot ? 0 : 1, slots[i]));",
         "Rows leave the device in the order of their device slots, not of their use.",
     ),

@@ -25,7 +25,7 @@ DeviceSlots& device_slots(const Table& table) {
 }
 
 DeviceSlots::Frequencies frequencies_in(const Table& table) {
-  return [&table](const Slot* slots, int64_t n, uint32_t* frequencies) {
+  const auto read = [&table](const Slot* slots, int64_t n, uint32_t* frequencies) {
     const Rows& rows = table.rows();
     const auto now = static_cast<uint32_t>(table.clock());
     const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
@@ -38,6 +38,8 @@ DeviceSlots::Frequencies frequencies_in(const Table& table) {
       frequencies[i] = slots[i] == kNoSlot ? 0 : aged_frequency(rows.meta(slots[i]), now, half_life);
     }
   };
+  const Bounds& bounds = table.config().bounds;
+  return {read, bounds.half_life == 0 && bounds.eviction != Eviction::kLeastScored};
 }
 
 void stage_planned(const Table& table, int64_t begin, int64_t end, float* out) {

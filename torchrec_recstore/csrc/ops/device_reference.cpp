@@ -85,22 +85,31 @@ struct TableIntegers {
   }
 };
 
-// Writes the fields of a struct to out (names,), in the order of their names. Throws InvalidArgument if a name is
-// unknown or a field is not asked for.
-template <class Struct, class T>
-void write_fields(const Struct& fields, const Names& names, T* out) {
-  std::vector<T> values;
-  Names known;
-  Struct::for_each(fields, [&](const char* name, T value) {
-    known.emplace_back(name);
-    values.push_back(value);
-  });
-  Fields<T> by_name(known, values);
-  for (const std::string& name : names) *out++ = by_name.take(name);
-  by_name.check_all_taken();
-}
+// Writes structs to arrays with an entry for each name, in the order of the names.
+template <class Struct>
+class NamedFields {
+ public:
+  // Throws InvalidArgument if a name is unknown or a field is not asked for.
+  explicit NamedFields(const Names& names) {
+    std::vector<int64_t> places(names.size());
+    std::iota(places.begin(), places.end(), int64_t{0});
+    Fields<int64_t> by_name(names, places);
+    const Struct any;
+    Struct::for_each(any, [&](const char* name, auto) { places_.push_back(by_name.take(name)); });
+    by_name.check_all_taken();
+  }
 
-// The inverse of write_fields().
+  template <class T>
+  void write(const Struct& fields, T* out) const {
+    const int64_t* place = places_.data();
+    Struct::for_each(fields, [&](const char*, T value) { out[*place++] = value; });
+  }
+
+ private:
+  std::vector<int64_t> places_;  // in the array, by field
+};
+
+// The inverse of NamedFields::write().
 template <class Struct, class T>
 Struct read_fields(const Names& names, const T* values) {
   Fields<T> by_name(names, std::vector<T>(values, values + names.size()));
@@ -110,8 +119,8 @@ Struct read_fields(const Names& names, const T* values) {
   return fields;
 }
 
-void write_settings(const Group& group, size_t t, double learning_rate, const Names& number_names,
-                    const Names& integer_names, float* numbers, int64_t* integers) {
+void write_settings(const Group& group, size_t t, double learning_rate, const NamedFields<TableNumbers>& named_numbers,
+                    const NamedFields<TableIntegers>& named_integers, float* numbers, int64_t* integers) {
   const Table& table = *group.tables[t];
   const TableConfig& config = table.config();
   const Routing& routing = group.routings[t];
@@ -129,8 +138,8 @@ void write_settings(const Group& group, size_t t, double learning_rate, const Na
   integers_of_table.rank = routing.rank;
   integers_of_table.mixed = routing.mixed ? 1 : 0;
   integers_of_table.nonfinite = static_cast<int64_t>(config.nonfinite);
-  write_fields(of_table, number_names, numbers);
-  write_fields(integers_of_table, integer_names, integers);
+  named_numbers.write(of_table, numbers);
+  named_integers.write(integers_of_table, integers);
 }
 
 // Returns the settings of the next update of each table of groups: numbers (tables, number names) float32, and integers
@@ -148,11 +157,13 @@ std::tuple<Tensor, Tensor> device_settings(std::vector<int64_t> group_handles, s
   const auto integer_count = static_cast<int64_t>(integer_names.size());
   Tensor numbers = empty({static_cast<int64_t>(tables), number_count}, ScalarType::Float);
   Tensor integers = empty({static_cast<int64_t>(tables), integer_count}, ScalarType::Long);
+  const NamedFields<TableNumbers> named_numbers(number_names);
+  const NamedFields<TableIntegers> named_integers(integer_names);
   int64_t row = 0;
   for (const auto& group : all) {
     const auto locks = group->lock_shared();
     for (size_t t = 0; t < group->tables.size(); ++t, ++row) {
-      write_settings(*group, t, learning_rates[static_cast<size_t>(row)], number_names, integer_names,
+      write_settings(*group, t, learning_rates[static_cast<size_t>(row)], named_numbers, named_integers,
                      mutable_data<float>(numbers) + row * number_count,
                      mutable_data<int64_t>(integers) + row * integer_count);
     }

@@ -58,6 +58,7 @@ void DeviceSlots::wrote(Slot slot) noexcept {
   const uint32_t entry = entry_of(slot);
   if (is_device_slot(entry)) {
     slots_[entry].state = State::kStale;
+    slots_[entry].uses = 0;
   } else if (is_arriving(entry)) {
     overwritten_[entry & ~kArriving] = 1;
   }
@@ -69,6 +70,7 @@ void DeviceSlots::left(Slot slot) noexcept {
   if (is_device_slot(entry)) {
     slots_[entry].host = kNoSlot;
     slots_[entry].state = State::kClean;
+    slots_[entry].uses = 0;
     --rows_;
   } else if (is_flying(entry)) {
     flight_[entry & ~kFlying] = kNoSlot;
@@ -98,6 +100,7 @@ void DeviceSlots::clear() noexcept {
   for (Entry& entry : slots_) {
     entry.host = kNoSlot;
     entry.state = State::kClean;
+    entry.uses = 0;
   }
   std::fill(device_of_.begin(), device_of_.end(), kNone);
   std::fill(flight_.begin(), flight_.end(), kNoSlot);
@@ -187,8 +190,31 @@ bool DeviceSlots::find_room(uint64_t pass, uint64_t oldest, const Frequencies& f
 }
 
 void DeviceSlots::find_candidates(int64_t count, uint64_t oldest, const Frequencies& frequencies) {
+  const auto wanted = static_cast<size_t>(std::max(kAhead * count, size() / kPartOfSlots));
+  if (!frequencies.ascend) read_uses_ = kMostUses;
+  if (rank_slots(oldest, frequencies) < wanted && read_uses_ < kMostUses) {
+    read_uses_ = kMostUses;
+    rank_slots(oldest, frequencies);
+  }
+  keep_lowest(ranked_, wanted);
+  // The next candidates are used a little more than these. If there are too few of them, all rows are read.
+  const uint64_t most = ranked_.empty() ? 0 : ranked_.back() >> kSlotBits;
+  read_uses_ = static_cast<uint32_t>(std::min<uint64_t>(most + most / 4 + 1, kMostUses));
+  candidates_.clear();
+  next_candidate_ = 0;
+  candidates_.reserve(ranked_.size());
+  for (const uint64_t lowest : ranked_) {
+    const auto slot = static_cast<DeviceSlot>(lowest & ((uint64_t{1} << kSlotBits) - 1));
+    candidates_.push_back({slot, slots_[slot].pass});
+  }
+}
+
+// Ranks the device slots that no pending pass uses, except those whose rows were used more than read_uses_ when they
+// were read last, and so are now. Returns the number of ranked ones that are not used more than that.
+size_t DeviceSlots::rank_slots(uint64_t oldest, const Frequencies& frequencies) {
   ranked_.clear();
   ranked_.reserve(slots_.size());
+  size_t lowest = 0;
   Slot hosts[kRankedAtOnce];
   DeviceSlot slots[kRankedAtOnce];
   uint32_t of_hosts[kRankedAtOnce];
@@ -198,21 +224,17 @@ void DeviceSlots::find_candidates(int64_t count, uint64_t oldest, const Frequenc
     for (size_t d = begin; d < end; ++d) {  // without branches, which the processor could not predict
       hosts[n] = slots_[d].host;
       slots[n] = static_cast<DeviceSlot>(d);
-      n += slots_[d].pass < oldest ? 1 : 0;
+      n += static_cast<int64_t>(slots_[d].pass < oldest) & static_cast<int64_t>(slots_[d].uses <= read_uses_);
     }
-    frequencies(hosts, n, of_hosts);
+    frequencies.read(hosts, n, of_hosts);
     for (int64_t i = 0; i < n; ++i) {
-      ranked_.push_back(ranked_slot(hosts[i] == kNoSlot ? 0 : uint64_t{of_hosts[i]} + 1, slots[i]));
+      const uint64_t uses = hosts[i] == kNoSlot ? 0 : uint64_t{of_hosts[i]} + 1;
+      slots_[slots[i]].uses = static_cast<uint16_t>(std::min<uint64_t>(uses, kMostUses));
+      lowest += uses <= read_uses_ ? 1 : 0;
+      ranked_.push_back(ranked_slot(uses, slots[i]));
     }
   }
-  keep_lowest(ranked_, static_cast<size_t>(std::max(kAhead * count, size() / kPartOfSlots)));
-  candidates_.clear();
-  next_candidate_ = 0;
-  candidates_.reserve(ranked_.size());
-  for (const uint64_t lowest : ranked_) {
-    const auto slot = static_cast<DeviceSlot>(lowest & ((uint64_t{1} << kSlotBits) - 1));
-    candidates_.push_back({slot, slots_[slot].pass});
-  }
+  return lowest;
 }
 
 void DeviceSlots::plan_refresh(const std::vector<DeviceSlot>& distinct) {
@@ -252,6 +274,7 @@ void DeviceSlots::commit() noexcept {
     }
     entry.host = plan_.rows[i];
     entry.state = State::kClean;
+    entry.uses = 0;
     if (entry.host == kNoSlot) continue;
     device_of_[entry.host] = plan_.targets[i];
     if (overwritten_[i] != 0) entry.state = State::kStale;

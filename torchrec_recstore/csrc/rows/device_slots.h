@@ -48,8 +48,14 @@ class DeviceSlots {
     int64_t arrivals = 0;              // number of `rows` that had no device slot
     int64_t hits = 0;                  // number of distinct rows that had one
   };
-  // Writes the frequency of each row. rows, frequencies: (n,); of kNoSlot, any number.
-  using Frequencies = std::function<void(const Slot* rows, int64_t n, uint32_t* frequencies)>;
+  // How often the rows of the host are used.
+  struct Frequencies {
+    // Writes the frequency of each row. rows, frequencies: (n,); of kNoSlot, any number.
+    std::function<void(const Slot* rows, int64_t n, uint32_t* frequencies)> read;
+    // Whether the frequency of a row in the table never falls, except when the host writes the row. Most rows then need
+    // not be read again.
+    bool ascend = false;
+  };
   // Plans that the rows of a pass have device slots. pass: its number, which ascends from call to call. oldest: the
   // number of the oldest pending pass; the rows of later ones keep their device slots. frequencies: the least frequent
   // rows leave the device first. host_slots: the number of slots of the host.
@@ -140,8 +146,11 @@ class DeviceSlots {
   struct Entry {
     Slot host = kNoSlot;
     State state = State::kClean;
+    uint16_t uses = 0;  // what find_candidates() has read last, at most kMostUses; 0 for a row that it has not read
     uint64_t pass = 0;  // the last pass that uses it
   };
+  static_assert(sizeof(Entry) == 16);
+  static constexpr uint32_t kMostUses = 0xFFFFu;
   struct Candidate {
     DeviceSlot slot;
     uint64_t pass;  // when it was found
@@ -171,12 +180,14 @@ class DeviceSlots {
   void find_rows(const std::vector<Range>& ranges, uint64_t pass);
   bool find_room(uint64_t pass, uint64_t oldest, const Frequencies& frequencies);
   void find_candidates(int64_t count, uint64_t oldest, const Frequencies& frequencies);
+  size_t rank_slots(uint64_t oldest, const Frequencies& frequencies);
 
   std::vector<Entry> slots_;         // by device slot
   std::vector<uint32_t> device_of_;  // by slot of the host
   std::vector<Slot> flight_;         // kNoSlot: the row has left
   std::vector<Candidate> candidates_;
   std::vector<uint64_t> ranked_;  // memory of find_candidates()
+  uint32_t read_uses_ = 0;        // find_candidates() reads the rows that were used so often, or less
   size_t next_candidate_ = 0;
   Plan plan_;
   std::vector<uint8_t> overwritten_;  // for each of plan_.rows: the host has written the row since
