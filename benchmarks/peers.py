@@ -80,8 +80,9 @@ class Process:
         self._send(shape._asdict())
 
     def _send(self, request: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
+        requests = self.process.stdin
+        assert requests is not None
+        print(json.dumps(request), file=requests, flush=True)
 
     def ask(self, call: str, step: int = 0) -> Any:
         """Makes a call of the side and returns its result.
@@ -90,10 +91,12 @@ class Process:
             RuntimeError: The process has ended.
         """
         self._send({"call": call, "step": step})
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        lines = self.process.stdout
+        assert lines is not None
+        for line in lines:
             if line.startswith(ANSWER):
-                return json.loads(line.removeprefix(ANSWER))
+                answer = line.removeprefix(ANSWER)
+                return json.loads(answer)
         raise RuntimeError(f"the process of {self.name} has ended")
 
     def end(self) -> None:
@@ -102,68 +105,125 @@ class Process:
         self.process.wait()
 
 
-def measure(shape: Shape, tensorflow: str, steps: int) -> list[dict[str, Any]]:
+def planned_calls(shape: Shape, steps: int) -> list[tuple[str, int]]:
+    """Returns the calls of each side, and the number that each call gets.
+
+    The first half of the rows is written, and the second half is made by training.
+    Fixed tables are trained on all rows, so that their state is in memory as well.
+    """
+    parts = shape.rows // shape.part
+    half = parts // 2
+
+    calls = [("fill", number) for number in range(half)]
+    calls += [("new", number) for number in range(half, parts)]
+    calls += [("known", number) for number in range(half)]
+    for number in range(WARM_UP + steps):
+        calls.append(("lookup", number))
+        calls.append(("step", number))
+    for call in ("memory", "rows", "disk"):
+        calls.append((call, 0))
+    return calls
+
+
+def measure(
+    shape: Shape,
+    tensorflow: str,
+    steps: int,
+) -> list[dict[str, Any]]:
     """Measures all sides, and returns a JSON row for each."""
     processes = [Process(name, shape, tensorflow) for name in NAMES]
-    times: dict[str, dict[str, list[Any]]] = {}
-    parts = shape.rows // shape.part
-    # The first half of the rows is written, and the second half is made by training.
-    # Fixed tables are trained on all rows, so that their state is in memory as well.
-    plan = [("fill", number) for number in range(parts // 2)]
-    plan += [("new", number) for number in range(parts // 2, parts)]
-    plan += [("known", number) for number in range(parts // 2)]
-    for number in range(WARM_UP + steps):
-        plan += [("lookup", number), ("step", number)]
-    plan += [("memory", 0), ("rows", 0), ("disk", 0)]
+    results_of: dict[str, dict[str, list[Any]]] = {name: {} for name in NAMES}
+    calls = planned_calls(shape, steps)
     try:
-        for call, number in tqdm(plan, disable=not sys.stderr.isatty()):
+        for call, number in tqdm(calls, disable=not sys.stderr.isatty()):
+            asked_call = "new" if call == "known" else call
             for process in processes:
-                result = process.ask("new" if call == "known" else call, number)
-                times.setdefault(process.name, {}).setdefault(call, []).append(result)
+                result = process.ask(asked_call, number)
+                results = results_of[process.name]
+                results.setdefault(call, []).append(result)
     finally:
         for process in processes:
             process.end()
-    rows = []
-    for name, results in times.items():
-        disk = results["disk"][0]
-        row: dict[str, Any] = {"benchmark": "peers", "side": name, **shape._asdict()}
-        if results["fill"][0] is not None:
-            # The first call of a process makes its buffers.
-            seconds = results["fill"][1:]
-            row["fill_rows_per_s"] = round(shape.part * len(seconds) / sum(seconds))
-        if name in GROWING:
-            seconds = results["new"][1:]
-            row["new_rows_per_s"] = round(shape.part * len(seconds) / sum(seconds))
-        row["lookup_ms"] = spread(results["lookup"][WARM_UP:])
-        row["step_ms"] = spread(results["step"][WARM_UP:])
-        row["bytes_per_row"] = round(results["memory"][0] / results["rows"][0], 1)
-        row["save_s"] = round(disk["save_s"], 3)
-        row["load_s"] = round(disk["load_s"], 3)
-        row["saved_bytes_per_row"] = round(disk["bytes"] / results["rows"][0], 1)
-        rows.append({**row, **conditions(), "threads": shape.threads})
-    return rows
+    return [row_of(name, shape, results) for name, results in results_of.items()]
+
+
+def row_of(
+    name: str,
+    shape: Shape,
+    results: dict[str, list[Any]],
+) -> dict[str, Any]:
+    """Returns the JSON row of a side from the results of its calls."""
+
+    def rows_per_s(call: str) -> int:
+        # The first call of a process makes its buffers.
+        seconds = results[call][1:]
+        return round(shape.part * len(seconds) / sum(seconds))
+
+    memory_bytes = results["memory"][0]
+    table_rows = results["rows"][0]
+    disk = results["disk"][0]
+
+    row: dict[str, Any] = {
+        "benchmark": "peers",
+        "side": name,
+        **shape._asdict(),
+    }
+    if results["fill"][0] is not None:
+        row["fill_rows_per_s"] = rows_per_s("fill")
+    if name in GROWING:
+        row["new_rows_per_s"] = rows_per_s("new")
+    row["lookup_ms"] = spread(results["lookup"][WARM_UP:])
+    row["step_ms"] = spread(results["step"][WARM_UP:])
+    row["bytes_per_row"] = round(memory_bytes / table_rows, 1)
+    row["save_s"] = round(disk["save_s"], 3)
+    row["load_s"] = round(disk["load_s"], 3)
+    row["saved_bytes_per_row"] = round(disk["bytes"] / table_rows, 1)
+    return {
+        **row,
+        **conditions(),
+        "threads": shape.threads,
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the table of docs/comparison.md and its conditions."""
     if not rows:
         return ["Not measured yet."]
-    first = rows[0]
-    columns = ["", "lookup", "step", "filling", "new ids", "memory", "save", "load"]
+    columns = [
+        "",
+        "lookup",
+        "step",
+        "filling",
+        "new ids",
+        "memory",
+        "save",
+        "load",
+    ]
     lines = []
     for row in rows:
-        cells = [NAMES[row["side"]]]
+        side = row["side"]
+        cells = [NAMES[side]]
         for key in ("lookup_ms", "step_ms"):
-            cells.append(f"{row[key]['median']:.1f} ms")
+            median_ms = row[key]["median"]
+            cells.append(f"{median_ms:.1f} ms")
         for key in ("fill_rows_per_s", "new_rows_per_s"):
-            cells.append(f"{row[key] / 1e6:.2f} M rows/s" if key in row else "-")
+            speed = "-"
+            if key in row:
+                speed = f"{row[key] / 1e6:.2f} M rows/s"
+            cells.append(speed)
         cells.append(f"{row['bytes_per_row']:.0f} B a row")
-        cells += [f"{row['save_s']:.2f} s", f"{row['load_s']:.2f} s"]
+        for key in ("save_s", "load_s"):
+            cells.append(f"{row[key]:.2f} s")
         lines.append(cells)
+
+    first = rows[0]
+    processor = machine(first["cpu"])
     about = (
-        f"{first['rows']:,} rows of dim {first['dim']}, {first['ids']:,} ids in a lookup"
-        f" and in a step, {first['threads']} threads on {machine(first['cpu'])}, torch"
-        f" {first['torch']}, TensorFlow 2.16.2, commit {first['commit']}; medians."
+        f"{first['rows']:,} rows of dim {first['dim']},"
+        f" {first['ids']:,} ids in a lookup and in a step,"
+        f" {first['threads']} threads on {processor},"
+        f" torch {first['torch']}, TensorFlow 2.16.2,"
+        f" commit {first['commit']}; medians."
     )
     return [about, "", *markdown(columns, lines)]
 
@@ -181,7 +241,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--try", action="store_true", dest="is_try", help="print, and write nothing"
+        "--try",
+        action="store_true",
+        dest="is_try",
+        help="print, and write nothing",
     )
     arguments = parser.parse_args()
     rows = load(PEERS)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -73,7 +73,11 @@ SHAPES = {
     "item": Shape(128, 3, 1_200_000),
 }
 TABLES = {
-    name: ForecastTable(shape.dim, OPTIMIZER, options=TableOptions(routing="hash"))
+    name: ForecastTable(
+        shape.dim,
+        OPTIMIZER,
+        options=TableOptions(routing="hash"),
+    )
     for name, shape in SHAPES.items()
 }
 Places = dict[str, tuple[int, ...]]
@@ -81,7 +85,10 @@ Places = dict[str, tuple[int, ...]]
 
 
 def batches(
-    shapes: dict[str, Shape], batch: int, seed: int, count: int
+    shapes: dict[str, Shape],
+    batch: int,
+    seed: int,
+    count: int,
 ) -> list[KeyedJaggedTensor]:
     """Returns batches of uniform ids.
 
@@ -99,7 +106,9 @@ def batches(
 
 
 def features_of(
-    shapes: dict[str, Shape], ids: list[torch.Tensor], batch: int
+    shapes: dict[str, Shape],
+    ids: list[torch.Tensor],
+    batch: int,
 ) -> KeyedJaggedTensor:
     """Returns the features of a batch, whose bags have as many ids as the shapes say."""
     lengths = []
@@ -113,7 +122,9 @@ def features_of(
 
 
 def measured(
-    shapes: dict[str, Shape], batch: int, ranks: int
+    shapes: dict[str, Shape],
+    batch: int,
+    ranks: int,
 ) -> dict[str, TableStatistics]:
     """Measures the tables on all ranks at the same time, as they train.
 
@@ -126,14 +137,16 @@ def measured(
         dist.barrier()
         # The steps below are measured by the processor time, because there can be more
         # ranks than cores.
+        config = table_config(name, TABLES[name], [name])
         with patch.object(time, "perf_counter_ns", time.process_time_ns):
-            (table,) = measure_statistics(
-                [table_config(name, TABLES[name], [name])], sample, OPTIMIZER
-            ).values()
+            measured_tables = measure_statistics([config], sample, OPTIMIZER)
+        (table,) = measured_tables.values()
         ns_of_ranks: list[float] = [0.0] * ranks
         dist.all_gather_object(ns_of_ranks, table.ns_per_id)
         statistics_of[name] = replace(
-            table, rows=shape.rows, ns_per_id=statistics.median(ns_of_ranks)
+            table,
+            rows=shape.rows,
+            ns_per_id=statistics.median(ns_of_ranks),
         )
     return statistics_of
 
@@ -144,10 +157,11 @@ def bytes_per_s(ranks: int) -> float:
     out = torch.empty_like(values)
     spent = []
     for _ in range(20):
-        start = time.process_time()
+        begin = time.process_time()
         dist.all_to_all_single(out, values)
-        spent.append(time.process_time() - start)
-    slowest = torch.tensor(statistics.median(spent))
+        spent.append(time.process_time() - begin)
+    median_s = statistics.median(spent)
+    slowest = torch.tensor(median_s)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     share_of_others = (ranks - 1) / ranks
     return values.nbytes * share_of_others / float(slowest)
@@ -165,8 +179,9 @@ def every_plan(ranks: int) -> Iterator[Places]:
     for places in itertools.product(choices, repeat=len(SHAPES)):
         used_ranks = []
         for table_ranks in places:
-            if len(table_ranks) == 1 and table_ranks[0] not in used_ranks:
-                used_ranks.append(table_ranks[0])
+            first_rank = table_ranks[0]
+            if len(table_ranks) == 1 and first_rank not in used_ranks:
+                used_ranks.append(first_rank)
         if used_ranks == list(range(len(used_ranks))):
             yield dict(zip(SHAPES, places, strict=True))
 
@@ -183,7 +198,11 @@ def sharded(places: Places, ranks: int) -> DistributedModelParallel:
         )
         configs.append(table_config(name, table, [name]))
     module = EmbeddingBagCollection(configs, device=torch.device("meta"))
-    topology = Topology(world_size=ranks, local_world_size=ranks, compute_device="cpu")
+    topology = Topology(
+        world_size=ranks,
+        local_world_size=ranks,
+        compute_device="cpu",
+    )
     sharder = RecStoreSharder(optimizer=OPTIMIZER)
     planner = RecStorePlanner(topology=topology, constraints=constraints, debug=False)
     plan = planner.plan(module, [sharder])
@@ -195,7 +214,10 @@ def sharded(places: Places, ranks: int) -> DistributedModelParallel:
             sharding.sharding_spec.shards[0].placement = placement
             sharding.ranks = [table_rank]
     return DistributedModelParallel(
-        module, plan=plan, sharders=[sharder], device=torch.device("cpu")
+        module,
+        plan=plan,
+        sharders=[sharder],
+        device=torch.device("cpu"),
     )
 
 
@@ -205,15 +227,21 @@ def step(model: DistributedModelParallel, features: KeyedJaggedTensor) -> None:
     values.backward(torch.ones_like(values))
 
 
-def step_ms(places: Places, ranks: int, inputs: list[KeyedJaggedTensor]) -> float:
+def step_ms(
+    places: Places,
+    ranks: int,
+    inputs: list[KeyedJaggedTensor],
+) -> float:
     """Returns the median processor time of a step of the slowest rank in milliseconds."""
     model = sharded(places, ranks)
     spent = []
     for i in range(BATCHES + STEPS):  # the first steps make the rows
-        start = time.process_time()
-        step(model, inputs[i % len(inputs)])
-        spent.append(time.process_time() - start)
-    slowest = torch.tensor(1000 * statistics.median(spent[BATCHES:]))
+        features = inputs[i % len(inputs)]
+        begin = time.process_time()
+        step(model, features)
+        spent.append(time.process_time() - begin)
+    median_s = statistics.median(spent[BATCHES:])
+    slowest = torch.tensor(1000 * median_s)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 
@@ -221,16 +249,22 @@ def step_ms(places: Places, ranks: int, inputs: list[KeyedJaggedTensor]) -> floa
 def sharding_type_ms(ranks: int, shapes: dict[str, Shape]) -> dict[str, float]:
     """Returns the processor time of a step with one sample, with each sharding type."""
     inputs = batches(shapes, 1, 1, BATCHES)
-    table_wise = dict.fromkeys(SHAPES, (0,))
-    row_wise = dict.fromkeys(SHAPES, tuple(range(ranks)))
-    return {
-        "table_wise": min(step_ms(table_wise, ranks, inputs) for _ in range(3)),
-        "row_wise": min(step_ms(row_wise, ranks, inputs) for _ in range(3)),
-    }
+    all_ranks = tuple(range(ranks))
+    ranks_of_type = {"table_wise": (0,), "row_wise": all_ranks}
+    best_ms = {}
+    for sharding_type, table_ranks in ranks_of_type.items():
+        places: Places = dict.fromkeys(SHAPES, table_ranks)
+        runs_ms = [step_ms(places, ranks, inputs) for _ in range(3)]
+        best_ms[sharding_type] = min(runs_ms)
+    return best_ms
 
 
 def memory_ratio(
-    places: Places, ranks: int, shapes: dict[str, Shape], batch: int, planned: list[int]
+    places: Places,
+    ranks: int,
+    shapes: dict[str, Shape],
+    batch: int,
+    planned: list[int],
 ) -> float:
     """Returns the resident memory over the planned one.
 
@@ -243,12 +277,14 @@ def memory_ratio(
     samples = max(shape.rows // shape.bag for shape in shapes.values())
     # each rank has as many steps
     for first_sample in range(0, samples, ranks * batch):
-        start = first_sample + rank * batch
+        begin = first_sample + rank * batch
+        end = begin + batch
         ids = []
         for shape in shapes.values():
-            places_of_ids = torch.arange(start * shape.bag, (start + batch) * shape.bag)
-            ids.append(places_of_ids % shape.rows)
-        step(model, features_of(shapes, ids, batch))
+            numbers = torch.arange(begin * shape.bag, end * shape.bag)
+            ids.append(numbers % shape.rows)
+        features = features_of(shapes, ids, batch)
+        step(model, features)
     resident_bytes = anonymous_bytes() - first_bytes
     rank_ratio = torch.tensor(resident_bytes / planned[rank])
     gathered = [torch.empty_like(rank_ratio) for _ in range(ranks)]
@@ -257,7 +293,13 @@ def memory_ratio(
     return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
-def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -> None:
+def rank_main(
+    rank: int,
+    ranks: int,
+    batch: int,
+    scale: float,
+    directory: str,
+) -> None:
     """Runs one rank of the measurement."""
     os.environ.update(LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     logging.getLogger("torchrec").setLevel(logging.ERROR)
@@ -277,21 +319,56 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
     if ranks > 1:
         types_ms = sharding_type_ms(ranks, shapes)
     machines = Machines(
-        ranks, 2**40, speed, speed, types_ms["table_wise"], types_ms["row_wise"]
+        ranks_per_host=ranks,
+        memory_per_rank_bytes=2**40,
+        within_host_bytes_per_s=speed,
+        between_hosts_bytes_per_s=speed,
+        table_wise_ms=types_ms["table_wise"],
+        row_wise_ms=types_ms["row_wise"],
     )
     plan = forecast(TABLES, table_statistics, machines, ranks, batch)
     chosen = {table.name: table.ranks for table in plan.tables}
     planned_bytes = [planned_rank.memory_bytes for planned_rank in plan.ranks]
     memory = memory_ratio(chosen, ranks, shapes, batch, planned_bytes)
     inputs = batches(shapes, batch, 100 + rank, BATCHES)
+    plan_figures = compared_plans(chosen, ranks, inputs)
+    if rank == 0:
+        rounded_types_ms = {}
+        for sharding_type, milliseconds in types_ms.items():
+            rounded_types_ms[f"{sharding_type}_ms"] = round(milliseconds, 2)
+        emit(
+            {
+                "benchmark": "plan",
+                "ranks": ranks,
+                "batch": batch,
+                "plans": plan_figures.pop("plans"),
+                **rounded_types_ms,
+                **plan_figures,
+                "planned_ms": round(plan.step_ms, 2),
+                "memory_over_planned": round(memory, 3),
+            }
+        )
+    end_rank()
+
+
+def compared_plans(
+    chosen: Places,
+    ranks: int,
+    inputs: list[KeyedJaggedTensor],
+) -> dict[str, Any]:
+    """Measures every plan, and returns the figures of the chosen one among them."""
     plans = []
     for places in every_plan(ranks):
-        plans.append((step_ms(places, ranks, inputs), places))
+        milliseconds = step_ms(places, ranks, inputs)
+        plans.append((milliseconds, places))
     plans.sort(key=itemgetter(0))
     worst_ms, _ = plans[-1]
+
     # The best plans and the chosen one are measured again in turns, because a single
     # measurement finds lucky plans.
-    finalists = [chosen, *(places for _, places in plans[:5])]
+    finalists = [chosen]
+    for _, places in plans[:5]:
+        finalists.append(places)
     finalist_times: list[list[float]] = [[] for _ in finalists]
     for _ in range(5):
         for times, places in zip(finalist_times, finalists, strict=True):
@@ -300,28 +377,15 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
     chosen_ms = medians[0]
     best_ms = min(medians)
     best = finalists[medians.index(best_ms)]
-    if rank == 0:
-        rounded_types_ms = {}
-        for kind, milliseconds in types_ms.items():
-            rounded_types_ms[f"{kind}_ms"] = round(milliseconds, 2)
-        emit(
-            {
-                "benchmark": "plan",
-                "ranks": ranks,
-                "batch": batch,
-                "plans": len(plans),
-                **rounded_types_ms,
-                "chosen": {name: list(places) for name, places in chosen.items()},
-                "best": {name: list(places) for name, places in best.items()},
-                "chosen_ms": round(chosen_ms, 2),
-                "best_ms": round(best_ms, 2),
-                "chosen_over_best": round(chosen_ms / best_ms, 3),
-                "worst_over_best": round(worst_ms / best_ms, 3),
-                "planned_ms": round(plan.step_ms, 2),
-                "memory_over_planned": round(memory, 3),
-            }
-        )
-    end_rank()
+    return {
+        "plans": len(plans),
+        "chosen": {name: list(places) for name, places in chosen.items()},
+        "best": {name: list(places) for name, places in best.items()},
+        "chosen_ms": round(chosen_ms, 2),
+        "best_ms": round(best_ms, 2),
+        "chosen_over_best": round(chosen_ms / best_ms, 3),
+        "worst_over_best": round(worst_ms / best_ms, 3),
+    }
 
 
 def main() -> None:

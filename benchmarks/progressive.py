@@ -86,10 +86,38 @@ class Course(NamedTuple):
 
 
 COURSES = {
-    "criteo": Course("Criteo sample", 14, 512, 3.0, Layers([64], [128, 64]), 0.01),
-    "movielens": Course("MovieLens-100k", 10, 128, 0.1, Layers([16], [64, 32]), 0.05),
-    "games": Course('Amazon "Games"', 12, 512, 1.5, Layers([16], [64, 32]), 0.05),
-    "stream": Course("items come and go", 24, 250, 0.4, Layers([16], [64, 32]), 0.05),
+    "criteo": Course(
+        title="Criteo sample",
+        parts=14,
+        batch=512,
+        budget_mb=3.0,
+        layers=Layers([64], [128, 64]),
+        lr=0.01,
+    ),
+    "movielens": Course(
+        title="MovieLens-100k",
+        parts=10,
+        batch=128,
+        budget_mb=0.1,
+        layers=Layers([16], [64, 32]),
+        lr=0.05,
+    ),
+    "games": Course(
+        title='Amazon "Games"',
+        parts=12,
+        batch=512,
+        budget_mb=1.5,
+        layers=Layers([16], [64, 32]),
+        lr=0.05,
+    ),
+    "stream": Course(
+        title="items come and go",
+        parts=24,
+        batch=250,
+        budget_mb=0.4,
+        layers=Layers([16], [64, 32]),
+        lr=0.05,
+    ),
 }
 
 
@@ -108,12 +136,13 @@ class Plan(NamedTuple):
 
     def rows(self, bytes_of_row: int, least: int = 2) -> list[int]:
         """Returns the rows of each feature, which together keep to the budget."""
+        budget_bytes = self.course.budget_mb * 1e6
         low = least
         high = GROWTH * max(len(ids) for ids in self.ranked)
         while low < high:
             middle = (low + high + 1) // 2
-            used = bytes_of_row * sum(self._limited(middle))
-            if used <= self.course.budget_mb * 1e6:
+            rows = sum(self._limited(middle))
+            if bytes_of_row * rows <= budget_bytes:
                 low = middle
             else:
                 high = middle - 1
@@ -146,30 +175,45 @@ class Side(NamedTuple):
 
 
 def _vocabulary(plan: Plan) -> Tables:
-    sizes = [rows - 1 for rows in plan.rows(row_bytes(DIM) + ID_BYTES)]
+    rows_of_features = plan.rows(row_bytes(DIM) + ID_BYTES)
+    sizes = []
     vocabularies = []
-    for ids, size in zip(plan.ranked, sizes, strict=True):
+    for ids, rows in zip(plan.ranked, rows_of_features, strict=True):
+        size = rows - 1
+        sizes.append(size)
         vocabularies.append(ids[:size])
-    return Vocabulary(vocabularies, DIM, sizes=sizes, lr=plan.course.lr)
+    return Vocabulary(
+        vocabularies,
+        DIM,
+        sizes=sizes,
+        lr=plan.course.lr,
+    )
 
 
 def _managed(policy: str) -> Callable[[Plan], Tables]:
     def make(plan: Plan) -> Tables:
         rows = plan.rows(row_bytes(DIM) + MCH_LFU_BYTES)
-        return ManagedCollision(rows, plan.features, DIM, policy, plan.course.lr)
+        return ManagedCollision(
+            rows,
+            plan.features,
+            DIM,
+            policy,
+            plan.course.lr,
+        )
 
     return make
 
 
 def _recstore(eviction: LFU | LRU) -> Callable[[Plan], Tables]:
     def make(plan: Plan) -> Tables:
+        rows_of_features = plan.rows(RECSTORE_ROW_BYTES)
         options = {}
-        for feature, rows in zip(
-            plan.features, plan.rows(RECSTORE_ROW_BYTES), strict=True
-        ):
+        for feature, rows in zip(plan.features, rows_of_features, strict=True):
             # room for all ids of a step
+            max_rows = max(rows, plan.course.batch)
             options[f"t_{feature}"] = TableOptions(
-                max_rows=max(rows, plan.course.batch), eviction=eviction
+                max_rows=max_rows,
+                eviction=eviction,
             )
         return RecStoreTables(plan.features, DIM, options, plan.course.lr)
 
@@ -182,7 +226,12 @@ def _expiring(plan: Plan) -> Tables:
 
 
 def _unlimited(plan: Plan) -> Tables:
-    return RecStoreTables(plan.features, DIM, TableOptions(), plan.course.lr)
+    return RecStoreTables(
+        plan.features,
+        DIM,
+        TableOptions(),
+        plan.course.lr,
+    )
 
 
 def _modulo(plan: Plan) -> Tables:
@@ -222,11 +271,17 @@ def renew(vocabulary: Vocabulary, ids: Tensor) -> None:
 def measure(side: Side, log: ClickLog, course: Course, seed: int) -> dict[str, Any]:
     """Tests and trains on the parts in turn, and returns the results of the parts."""
     torch.manual_seed(seed)
-    ends = np.linspace(0, len(log), course.parts + 1).astype(int).tolist()
-    parts = [log.part(begin, end) for begin, end in pairwise(ends)]
+    bounds = np.linspace(0, len(log), course.parts + 1).astype(int).tolist()
+    parts = [log.part(begin, end) for begin, end in pairwise(bounds)]
     plan = Plan(course, log.features, counted(parts[0].ids))
     tables = side.make(plan)
-    trainer = Trainer(tables, log, course.layers, DIM, course.batch)
+    trainer = Trainer(
+        tables,
+        log,
+        course.layers,
+        DIM,
+        course.batch,
+    )
     aucs = []
     losses = []
     sizes = []
@@ -238,10 +293,13 @@ def measure(side: Side, log: ClickLog, course: Course, seed: int) -> dict[str, A
         every = side.renew_parts
         if every is not None and number > 0 and number % every == 0:
             assert isinstance(tables, Vocabulary)
-            window = parts[max(0, number - every) : number + 1]
-            renew(tables, torch.cat([earlier.ids for earlier in window], dim=1))
+            first = max(0, number - every)
+            window = parts[first : number + 1]
+            window_ids = [earlier.ids for earlier in window]
+            renew(tables, torch.cat(window_ids, dim=1))
         trainer.train(part)
         sizes.append(tables.memory_bytes())
+    extra_passes = side.extra_passes(tables, course.parts)
     return {
         "log": log.name,
         "side": side.name,
@@ -249,7 +307,7 @@ def measure(side: Side, log: ClickLog, course: Course, seed: int) -> dict[str, A
         "auc": aucs,
         "logloss": losses,
         "bytes": sizes,
-        "extra_passes": round(side.extra_passes(tables, course.parts), 3),
+        "extra_passes": round(extra_passes, 3),
         "commit": commit(),
         "torch": torch.__version__,
     }
@@ -257,22 +315,38 @@ def measure(side: Side, log: ClickLog, course: Course, seed: int) -> dict[str, A
 
 def sweep(log: ClickLog, rows: list[dict[str, Any]]) -> None:
     """Measures the runs that are not among the results, and saves each of them."""
+    course = COURSES[log.name]
     have = {(row["log"], row["side"], row["seed"]) for row in rows}
     runs = []
     for seed in SEEDS:
         for side in SIDES:
-            if (log.name, side.name, seed) not in have:
+            run = (log.name, side.name, seed)
+            if run not in have:
                 runs.append((side, seed))
-    for side, seed in tqdm(runs, desc=log.name, disable=not sys.stderr.isatty()):
-        rows.append(measure(side, log, COURSES[log.name], seed))
+    is_quiet = not sys.stderr.isatty()
+    for side, seed in tqdm(runs, desc=log.name, disable=is_quiet):
+        row = measure(side, log, course, seed)
+        rows.append(row)
         save(RESULTS, rows)
 
 
 def results_of(
-    rows: list[dict[str, Any]], log_name: str, side: Side
+    rows: list[dict[str, Any]],
+    log_name: str,
+    side: Side,
 ) -> list[dict[str, Any]]:
     """Returns the results of all seeds."""
-    return [row for row in rows if row["log"] == log_name and row["side"] == side.name]
+    results = []
+    for row in rows:
+        if row["log"] == log_name and row["side"] == side.name:
+            results.append(row)
+    return results
+
+
+def measured_logs(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the names of the logs that have results."""
+    names = {row["log"] for row in rows}
+    return [name for name in COURSES if name in names]
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -281,7 +355,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     It has the mean AUC of all parts but the first one, its 95 % interval, and the
     largest memory.
     """
-    logs = [name for name in COURSES if any(row["log"] == name for row in rows)]
+    logs = measured_logs(rows)
     columns = ["tables", "extra passes"]
     columns += [COURSES[name].title for name in logs]
     lines = []
@@ -293,10 +367,12 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             if not runs:
                 cells.append("-")
                 continue
-            mean, half = interval([float(np.mean(run["auc"])) for run in runs])
-            megabytes = max(runs[0]["bytes"]) / 1e6
+            aucs = [float(np.mean(run["auc"])) for run in runs]
+            mean, half = interval(aucs)
+            first = runs[0]
+            megabytes = max(first["bytes"]) / 1e6
             cells.append(f"{mean:.4f} ± {half:.4f} ({megabytes:.2f} MB)")
-            passes.append(f"{runs[0]['extra_passes']:.2g}")
+            passes.append(f"{first['extra_passes']:.2g}")
         cells.insert(1, _range(passes))
         lines.append(cells)
     return markdown(columns, lines)
@@ -311,17 +387,19 @@ def _range(values: Sequence[str]) -> str:
 
 def plot(rows: list[dict[str, Any]]) -> None:
     """Draws the AUC over time for each log, as the mean of the seeds."""
-    logs = [name for name in COURSES if any(row["log"] == name for row in rows)]
+    logs = measured_logs(rows)
     figure, grid = plt.subplots(2, 2, figsize=(9.0, 7.6), layout="constrained")
     all_axes = grid.flatten()
     for name, axes in zip(logs, all_axes[: len(logs)], strict=True):
         for side in SIDES:
             runs = results_of(rows, name, side)
             if runs:
-                means = np.mean([run["auc"] for run in runs], axis=0)
+                aucs = [run["auc"] for run in runs]
+                means = np.mean(aucs, axis=0)
+                part_numbers = np.arange(2, len(means) + 2)
                 width = 2.0 if side.name.startswith("RecStore") else 1.2
                 axes.plot(
-                    np.arange(2, len(means) + 2),
+                    part_numbers,
                     means,
                     color=side.color,
                     linewidth=width,
@@ -335,7 +413,12 @@ def plot(rows: list[dict[str, Any]]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize=8,
     )
     figure.savefig(PLOT, dpi=150, facecolor="white")
 

@@ -73,7 +73,9 @@ COLORS = {
 
 
 def median_s(
-    work: Callable[[], Any], steps: int, clock: Callable[[], float] = time.process_time
+    work: Callable[[], Any],
+    steps: int,
+    clock: Callable[[], float] = time.process_time,
 ) -> float:
     """Returns the median time of a call in seconds.
 
@@ -121,12 +123,15 @@ def kernel_times(job: Job, columns: int, rows: int, steps: int) -> tuple[float, 
 
     def seconds(bags_of_id: int) -> float:
         bags = torch.arange(count * bags_of_id + 1)
-        ends = (bags + bags_of_id - 1).div(bags_of_id, rounding_mode="floor")
-        grads = torch.full((job.batch * bags_of_id, job.features * columns), 1e-3)
+        rounded_up = bags + bags_of_id - 1
+        ends = rounded_up.div(bags_of_id, rounding_mode="floor")
+        out_shape = (job.batch * bags_of_id, job.features * columns)
+        grads = torch.full(out_shape, 1e-3)
 
         def work() -> None:
             ids = torch.randint(0, rows, (count,), generator=generator)
-            group(ids, ends, train=True).backward(grads)
+            out = group(ids, ends, train=True)
+            out.backward(grads)
 
         return median_s(work, steps)
 
@@ -184,15 +189,20 @@ def sharded_step(job: Job, sharding: Sharding, rows: int) -> Callable[[], None]:
     )
     plan = planner.collective_plan(collection, [sharder], dist.group.WORLD)
     sharded = DistributedModelParallel(
-        collection, plan=plan, sharders=[sharder], device=torch.device("cpu")
+        collection,
+        plan=plan,
+        sharders=[sharder],
+        device=torch.device("cpu"),
     )
     generator = torch.Generator().manual_seed(dist.get_rank())
-    lengths = torch.ones(job.features * job.batch, dtype=torch.int32)
+    count = job.features * job.batch
+    lengths = torch.ones(count, dtype=torch.int32)
     dense = torch.zeros(job.dense_parameters)
 
     def run() -> None:
-        ids = torch.randint(0, rows, (job.features * job.batch,), generator=generator)
-        values = sharded(KeyedJaggedTensor(names, ids, lengths=lengths)).values()
+        ids = torch.randint(0, rows, (count,), generator=generator)
+        features = KeyedJaggedTensor(names, ids, lengths=lengths)
+        values = sharded(features).values()
         values.backward(torch.ones_like(values))
         if len(dense):
             dist.all_reduce(dense)
@@ -219,13 +229,15 @@ def dense_time(job: Job, steps: int) -> tuple[float, int]:
     def work() -> None:
         optimizer.zero_grad()
         pooled = embeddings.detach().requires_grad_()
-        logits = over(interaction(bottom(inputs), pooled)).squeeze(1)
+        interactions = interaction(bottom(inputs), pooled)
+        logits = over(interactions).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
         loss.backward()
         optimizer.step()
 
-    sample_s = median_s(work, steps) / job.batch
-    return sample_s, sum(parameter.numel() for parameter in parameters)
+    step_s = median_s(work, steps)
+    num_parameters = sum(parameter.numel() for parameter in parameters)
+    return step_s / job.batch, num_parameters
 
 
 def measured_kernels(job: Job, rows: int, steps: int) -> tuple[Kernels, int]:
@@ -245,7 +257,12 @@ def measured_kernels(job: Job, rows: int, steps: int) -> tuple[Kernels, int]:
     source, target = torch.ones(2, 2**24)
     copy_s = median_s(lambda: target.copy_(source), steps)
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+        )
     # Few rows, so that the warm-up makes all of them: a step with new rows costs
     # something else than a step without.
     small_job = Job(job.features, job.dim, job.batch)
@@ -306,7 +323,10 @@ def run_rank(shardings: list[Sharding], rows: Path) -> None:
 
 
 def measured_steps(
-    hosts: int, ranks: int, rate: float, delay_s: float
+    hosts: int,
+    ranks: int,
+    rate: float,
+    delay_s: float,
 ) -> list[dict[str, Any]]:
     """Runs the ranks on simulated hosts, and returns the row of each sharding."""
     sys.path.insert(0, str(ROOT))
@@ -324,11 +344,13 @@ def measured_steps(
         log = Path(folder) / "log"
         rows = Path(folder) / "rows"
         for number, host in enumerate(simulated):
-            arguments = ["--nnodes", str(hosts), "--node-rank", str(number)]
+            arguments = ["--nnodes", str(hosts)]
+            arguments += ["--node-rank", str(number)]
             arguments += ["--nproc-per-node", str(ranks // hosts)]
             arguments += ["--master-addr", simulated[0].address]
             arguments += ["--master-port", "29400"]
-            arguments += [__file__, "--rank", ",".join(shardings), str(rows)]
+            arguments.append(__file__)
+            arguments += ["--rank", ",".join(shardings), str(rows)]
             host.torchrun(arguments, log)
         if any(host.wait(580) for host in simulated):
             raise RuntimeError(f"a rank of the check failed:\n{log.read_text()}")
@@ -361,9 +383,13 @@ def expected(row: dict[str, Any], kernels: Kernels) -> dict[str, float]:
     sharding = row["sharding"]
     ranks = row["ranks"]
     job = replace(CHECK, ranks_per_host=ranks // row["hosts"])
-    # Both directions of the wire have the same load, so that each gets half of its
-    # rate, which is in bits.
-    network = Network("check", row["rate"] / 8 / 2, row["delay_s"])
+    network = Network(
+        name="check",
+        # Both directions of the wire have the same load, so that each gets half of its
+        # rate, which is in bits.
+        bytes_per_s=row["rate"] / 8 / 2,
+        latency_s=row["delay_s"],
+    )
     parts = model.step(job, sharding, ranks, network, kernels, model.GLOO)
     del parts["dense"]  # the check has the all-reduce of the dense part alone
     # ranks that share a core take turns
@@ -371,8 +397,9 @@ def expected(row: dict[str, Any], kernels: Kernels) -> dict[str, float]:
     for name in ("tables", "torchrec"):
         parts[name] *= ranks_of_core
     collectives = model.collectives(job, sharding, ranks, model.GLOO)
+    host_bytes = sum(collective.host_bytes for collective in collectives)
     return {
-        "model_bytes": sum(collective.host_bytes for collective in collectives),
+        "model_bytes": host_bytes,
         "model_seconds": sum(parts.values()),
     }
 
@@ -384,8 +411,10 @@ def kernels_of(document: dict[str, Any]) -> Kernels:
     """Returns kernels from JSON, whose keys are texts."""
     values = dict(document)
     for key in ("id_s", "bag_s"):
-        by_columns = document[key]
-        values[key] = {int(columns): s for columns, s in by_columns.items()}
+        seconds_of_columns = {}
+        for columns, seconds in document[key].items():
+            seconds_of_columns[int(columns)] = seconds
+        values[key] = seconds_of_columns
     return Kernels(**values)
 
 
@@ -405,23 +434,28 @@ def inputs_lines(results: dict[str, Any]) -> list[str]:
         return f"{wide_ns:.0f} ns; {narrow_ns:.0f} ns"
 
     columns = f"{dim} columns; {model.GRID_COLUMNS} columns"
+    torchrec_ms = kernels.torchrec_s * 1e3
+    dense_us = kernels.dense_s * 1e6
+    copy_gb_per_s = kernels.copy_bytes_per_s / 1e9
     measured = {
         f"lookup and update of an id, {columns}": nanoseconds(kernels.id_s),
         f"forward and backward of a bag without an id, {columns}": (
             nanoseconds(kernels.bag_s)
         ),
         "TorchRec's work in a step on one rank, without the kernels": (
-            f"{kernels.torchrec_s * 1e3:.1f} ms"
+            f"{torchrec_ms:.1f} ms"
         ),
-        "the dense part with SGD, for each sample": f"{kernels.dense_s * 1e6:.1f} µs",
+        "the dense part with SGD, for each sample": f"{dense_us:.1f} µs",
         "parameters of the dense part": f"{results['dense_parameters']:,}",
-        "a copy in memory": f"{kernels.copy_bytes_per_s / 1e9:.1f} GB/s",
+        "a copy in memory": f"{copy_gb_per_s:.1f} GB/s",
     }
-    return [
+    lines = [
         "| measured | value |",
         "| --- | --- |",
-        *(f"| {name} | {value} |" for name, value in measured.items()),
     ]
+    for name, value in measured.items():
+        lines.append(f"| {name} | {value} |")
+    return lines
 
 
 def step_lines(results: dict[str, Any], network: Network) -> list[str]:
@@ -431,15 +465,17 @@ def step_lines(results: dict[str, Any], network: Network) -> list[str]:
     """
     job = job_of(results)
     kernels = kernels_of(results["kernels"])
+    names = " | ".join(NAMES.values())
     lines = [
-        "| ranks | " + " | ".join(NAMES.values()) + " |",
+        f"| ranks | {names} |",
         "| ---: " * (len(NAMES) + 1) + "|",
     ]
     for ranks in RANKS:
         totals_ms = []
         for sharding in NAMES:
             parts = model.step(job, sharding, ranks, network, kernels)
-            totals_ms.append(sum(parts.values()) * 1e3)
+            total_s = sum(parts.values())
+            totals_ms.append(total_s * 1e3)
         fastest_ms = min(round(total_ms) for total_ms in totals_ms)
         cells = [f"{ranks:,}"]
         for total_ms in totals_ms:
@@ -455,16 +491,23 @@ def hosts_lines(results: dict[str, Any]) -> list[str]:
     """Returns a Markdown table of the hosts that ``TARGET_RATE`` samples a second take."""
     job = job_of(results)
     kernels = kernels_of(results["kernels"])
+    names = " | ".join(NAMES.values())
     lines = [
-        "| network | dense part | " + " | ".join(NAMES.values()) + " |",
+        f"| network | dense part | {names} |",
         "| --- " * (len(NAMES) + 2) + "|",
     ]
+    dense_parts = {True: "on the ranks' cores", False: "left out"}
     for network in model.NETWORKS:
-        for dense, name in ((True, "on the ranks' cores"), (False, "left out")):
+        for dense, name in dense_parts.items():
             cells = [network.name, name]
             for sharding in NAMES:
                 hosts = model.hosts_for(
-                    TARGET_RATE, job, sharding, network, kernels, dense
+                    TARGET_RATE,
+                    job,
+                    sharding,
+                    network,
+                    kernels,
+                    dense,
                 )
                 cells.append("-" if hosts is None else f"{hosts:,}")
             lines.append(f"| {' | '.join(cells)} |")
@@ -481,11 +524,15 @@ def parts_lines(results: dict[str, Any], ranks: int, network: Network) -> list[s
     ]
     for sharding, name in NAMES.items():
         parts = model.step(job, sharding, ranks, network, kernels)
-        cells = [name]
+        milliseconds = []
         for key in ("dense", "tables", "torchrec"):
-            cells.append(f"{parts.pop(key) * 1e3:,.1f}")
+            milliseconds.append(parts.pop(key) * 1e3)
         collectives_s = sum(parts.values())
-        cells.append(f"{collectives_s * 1e3:,.1f}")
+        milliseconds.append(collectives_s * 1e3)
+
+        cells = [name]
+        for part_ms in milliseconds:
+            cells.append(f"{part_ms:,.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -509,7 +556,9 @@ def check_lines(results: dict[str, Any]) -> list[str]:
         modelled = expected(row, kernels)
         wire = "-"
         if row["hosts"] > 1:
-            wire = f"{row['rate'] / 1e6:.0f} Mbit/s, {row['delay_s'] * 1e3:.0f} ms"
+            rate_mbit = row["rate"] / 1e6
+            delay_ms = row["delay_s"] * 1e3
+            wire = f"{rate_mbit:.0f} Mbit/s, {delay_ms:.0f} ms"
         difference = modelled["model_seconds"] / row["seconds"] - 1
         cells = [
             f"{row['hosts']}, {row['ranks']}",
@@ -535,7 +584,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
     job = job_of(results)
     kernels = kernels_of(results["kernels"])
     figure, axes = plt.subplots(
-        2, 3, figsize=(10, 5.8), layout="constrained", sharex=True, sharey="row"
+        nrows=2,
+        ncols=3,
+        figsize=(10, 5.8),
+        layout="constrained",
+        sharex=True,
+        sharey="row",
     )
     for (upper, lower), network in zip(axes.T, model.NETWORKS, strict=True):
         for sharding, name in NAMES.items():
@@ -546,7 +600,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
                 step_s = sum(parts.values())
                 seconds.append(step_s)
                 rates.append(ranks * job.batch / step_s)
-            upper.plot(RANKS, seconds, color=COLORS[sharding], label=name)
+            upper.plot(
+                RANKS,
+                seconds,
+                color=COLORS[sharding],
+                label=name,
+            )
             lower.plot(RANKS, rates, color=COLORS[sharding])
         upper.axhline(
             job.batch * kernels.dense_s,
@@ -555,14 +614,18 @@ def plot(results: dict[str, Any], path: Path) -> None:
             label="dense part",
         )
         lower.axhline(
-            TARGET_RATE, color="#777777", linestyle="--", label="5.5 million samples/s"
+            TARGET_RATE,
+            color="#777777",
+            linestyle="--",
+            label="5.5 million samples/s",
         )
         upper.set_title(network.name + " for each host", fontsize=10)
         lower.set_xlabel("ranks, 8 on a host")
         for axis in (upper, lower):
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
-            axis.set_xticks(RANKS[::2], [f"{ranks:,}" for ranks in RANKS[::2]])
+            ticks = RANKS[::2]
+            axis.set_xticks(ticks, [f"{ranks:,}" for ranks in ticks])
             axis.grid(alpha=0.3)
             axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].set_ylabel("seconds of a step")
@@ -585,8 +648,11 @@ def main() -> None:
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        run_rank(args.rank[0].split(","), Path(args.rank[1]))
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        shardings, rows_file = args.rank
+        run_rank(shardings.split(","), Path(rows_file))
+    results = {}
+    if RESULTS.exists():
+        results = json.loads(RESULTS.read_text())
     if args.only in (None, "inputs"):
         from measure import conditions
 
@@ -602,13 +668,15 @@ def main() -> None:
         results |= {"check_kernels": asdict(kernels), "check": rows}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     network = model.NETWORKS[1]
-    for lines in (
+    tables = (
         inputs_lines(results),
         step_lines(results, network),
         parts_lines(results, 1024, network),
         hosts_lines(results),
-    ):
-        print("\n".join([*lines, ""]))
+    )
+    for lines in tables:
+        print("\n".join(lines))
+        print()
     print("\n".join(check_lines(results)))
     plot(results, PLOT)
 

@@ -87,9 +87,9 @@ class Network:
 
 
 NETWORKS = (
-    Network("25 Gbit/s", 25e9 / 8, 25e-6),
-    Network("100 Gbit/s", 100e9 / 8, 5e-6),
-    Network("400 Gbit/s", 400e9 / 8, 5e-6),
+    Network("25 Gbit/s", bytes_per_s=25e9 / 8, latency_s=25e-6),
+    Network("100 Gbit/s", bytes_per_s=100e9 / 8, latency_s=5e-6),
+    Network("400 Gbit/s", bytes_per_s=400e9 / 8, latency_s=5e-6),
 )
 
 
@@ -178,17 +178,32 @@ def load(job: Job, sharding: Sharding, ranks: int) -> Load:
     samples = ranks * job.batch
     if sharding == "table_wise":
         tables = _ceil(job.features, ranks)
-        return Load(job.dim, tables * samples, tables * samples)
+        return Load(
+            job.dim,
+            ids=tables * samples,
+            bags=tables * samples,
+        )
     if sharding == "row_wise":
-        return Load(job.dim, job.features * job.batch, job.features * samples)
+        return Load(
+            job.dim,
+            ids=job.features * job.batch,
+            bags=job.features * samples,
+        )
     columns, shards = _shards(job, sharding)
     hosts = hosts_of(job, ranks)
-    of_host = _ceil(shards, hosts)
-    return Load(columns, of_host * samples * hosts / ranks, of_host * samples)
+    host_shards = _ceil(shards, hosts)
+    return Load(
+        columns,
+        ids=host_shards * samples * hosts / ranks,
+        bags=host_shards * samples,
+    )
 
 
 def collectives(
-    job: Job, sharding: Sharding, ranks: int, library: Library = RING
+    job: Job,
+    sharding: Sharding,
+    ranks: int,
+    library: Library = RING,
 ) -> list[Collective]:
     """Returns the collectives of a step.
 
@@ -196,75 +211,130 @@ def collectives(
 
     The bytes are those of the busiest host: sent, or received where that is more.
     """
+    if sharding == "row_wise":
+        result = _row_wise(job, ranks, library)
+    elif sharding == "table_wise":
+        result = _table_wise(job, ranks, library)
+    else:
+        result = _within_hosts(job, sharding, ranks, library)
+
+    dense_bytes = job.dense_parameters * FLOAT_BYTES
+    edge = 2 * (ranks - 1) / ranks * dense_bytes
+    all_reduce = Collective(
+        "all-reduce",
+        host_bytes=edge if hosts_of(job, ranks) > 1 else 0,
+        rank_bytes=edge,
+        rounds=2 * (ranks - 1),
+    )
+    return [*result, all_reduce]
+
+
+def _row_wise(job: Job, ranks: int, library: Library) -> list[Collective]:
+    """Returns the collectives of tables whose rows are spread over all ranks."""
     hosts = hosts_of(job, ranks)
     on_host = ranks // hosts
     away = ranks - on_host  # the ranks on other hosts
     ids = job.features * job.batch
-    pooled = ids * job.dim * FLOAT_BYTES
+    pooled_bytes = ids * job.dim * FLOAT_BYTES
+
+    # to each rank: its share of the ids, all lengths
+    sent = ids * ID_BYTES / ranks + ids * LENGTH_BYTES
+    ids_sent = Collective(
+        "ids",
+        host_bytes=on_host * away * sent,
+        rank_bytes=(ranks - 1) * sent,
+        rounds=3 * library.all_to_all_rounds(ranks),
+    )
+    rings = _ring(
+        library,
+        "pooled",
+        "gradients",
+        ranks * pooled_bytes,
+        ranks,
+        crosses=hosts > 1,
+    )
+    return [ids_sent, *rings]
+
+
+def _table_wise(job: Job, ranks: int, library: Library) -> list[Collective]:
+    """Returns the collectives of whole tables on single ranks."""
+    hosts = hosts_of(job, ranks)
+    on_host = ranks // hosts
+    away = ranks - on_host  # the ranks on other hosts
+    rank_tables = _ceil(job.features, ranks)
+    host_tables = _ceil(job.features, hosts)
+    tables_away = job.features - job.features // hosts
+
+    # Bags of other ranks' samples go out, or bags of a rank's own samples come in.
+    rank_bags = max(rank_tables * (ranks - 1), job.features - rank_tables)
+    host_bags = max(host_tables * away, on_host * tables_away)
+    rank_bags *= job.batch
+    host_bags *= job.batch
+
     rounds = library.all_to_all_rounds(ranks)
+    row_bytes = job.dim * FLOAT_BYTES
+    exchanges = (
+        ("ids", ID_BYTES + LENGTH_BYTES, 3 * rounds),
+        ("pooled", row_bytes, rounds),
+        ("gradients", row_bytes, rounds),
+    )
     result = []
-    if sharding == "row_wise":
-        # to each rank: its share of the ids, all lengths
-        sent = ids * ID_BYTES / ranks + ids * LENGTH_BYTES
-        result.append(
-            Collective("ids", on_host * away * sent, (ranks - 1) * sent, 3 * rounds)
+    for name, bag_bytes, exchange_rounds in exchanges:
+        collective = Collective(
+            name,
+            host_bytes=host_bags * bag_bytes,
+            rank_bytes=rank_bags * bag_bytes,
+            rounds=exchange_rounds,
         )
-        result += _ring(
-            library, "pooled", "gradients", ranks * pooled, ranks, crosses=hosts > 1
+        result.append(collective)
+    return result
+
+
+def _within_hosts(
+    job: Job,
+    sharding: Sharding,
+    ranks: int,
+    library: Library,
+) -> list[Collective]:
+    """Returns the collectives of shards whose rows are spread over a host's ranks."""
+    hosts = hosts_of(job, ranks)
+    on_host = ranks // hosts
+    away = ranks - on_host  # the ranks on other hosts
+    columns, shards = _shards(job, sharding)
+    host_shards = _ceil(shards, hosts)
+    shards_away = shards - shards // hosts
+    host_bags = max(host_shards * away, on_host * shards_away) * job.batch
+    rank_bags = 0
+    if ranks > 1:
+        rank_bags = max(host_shards * (ranks - 1), shards) * job.batch
+
+    # a rank of the host gets its ids; each of them gets the lengths
+    bag_bytes = ID_BYTES + LENGTH_BYTES * on_host
+    ids_sent = Collective(
+        "ids",
+        host_bytes=host_bags * bag_bytes,
+        rank_bytes=rank_bags * bag_bytes / on_host,
+        rounds=3 * library.all_to_all_rounds(ranks),
+    )
+    rings = _ring(
+        library,
+        "pooled",
+        "gradients",
+        host_shards * ranks * job.batch * columns * FLOAT_BYTES,
+        on_host,
+        crosses=False,
+    )
+    across = host_bags * columns * FLOAT_BYTES
+    result = [ids_sent]
+    for ring in rings:
+        inside = ring._replace(name=f"{ring.name} in the host", rounds=0)
+        between = Collective(
+            f"{ring.name} between hosts",
+            host_bytes=across,
+            rank_bytes=across / on_host,
+            rounds=library.all_to_all_rounds(hosts),
         )
-    elif sharding == "table_wise":
-        rank_tables = _ceil(job.features, ranks)
-        host_tables = _ceil(job.features, hosts)
-        tables_away = job.features - job.features // hosts
-        # Bags of other ranks' samples go out, or bags of a rank's own samples come in.
-        rank_bags = max(rank_tables * (ranks - 1), job.features - rank_tables)
-        host_bags = max(host_tables * away, on_host * tables_away)
-        rank_bags *= job.batch
-        host_bags *= job.batch
-        row = job.dim * FLOAT_BYTES
-        for name, bag_bytes, steps in (
-            ("ids", ID_BYTES + LENGTH_BYTES, 3),
-            ("pooled", row, 1),
-            ("gradients", row, 1),
-        ):
-            result.append(
-                Collective(
-                    name, host_bags * bag_bytes, rank_bags * bag_bytes, steps * rounds
-                )
-            )
-    else:
-        columns, shards = _shards(job, sharding)
-        host_shards = _ceil(shards, hosts)
-        shards_away = shards - shards // hosts
-        host_bags = max(host_shards * away, on_host * shards_away) * job.batch
-        rank_bags = 0
-        if ranks > 1:
-            rank_bags = max(host_shards * (ranks - 1), shards) * job.batch
-        # a rank of the host gets its ids; each of them gets the lengths
-        bag_bytes = ID_BYTES + LENGTH_BYTES * on_host
-        result.append(
-            Collective(
-                "ids",
-                host_bags * bag_bytes,
-                rank_bags * bag_bytes / on_host,
-                3 * rounds,
-            )
-        )
-        inside = host_shards * ranks * job.batch * columns * FLOAT_BYTES
-        across = host_bags * columns * FLOAT_BYTES
-        between = library.all_to_all_rounds(hosts)
-        rings = _ring(library, "pooled", "gradients", inside, on_host, crosses=False)
-        for ring in rings:
-            result.append(ring._replace(name=f"{ring.name} in the host", rounds=0))
-            result.append(
-                Collective(
-                    f"{ring.name} between hosts", across, across / on_host, between
-                )
-            )
-    dense = job.dense_parameters * FLOAT_BYTES
-    edge = 2 * (ranks - 1) / ranks * dense
-    host_edge = edge if hosts > 1 else 0
-    result.append(Collective("all-reduce", host_edge, edge, 2 * (ranks - 1)))
+        result += [inside, between]
     return result
 
 
@@ -333,7 +403,14 @@ def hosts_for(
     """
     for hosts in range(1, 1025):
         ranks = hosts * job.ranks_per_host
-        parts = step(job, sharding, ranks, network, kernels, dense=dense)
+        parts = step(
+            job,
+            sharding,
+            ranks,
+            network,
+            kernels,
+            dense=dense,
+        )
         if samples_per_s(job, ranks, parts) >= target_rate:
             return hosts
     return None
@@ -348,8 +425,11 @@ def _shards(job: Job, sharding: Sharding) -> tuple[int, int]:
 
     They are those of ``table_row_wise`` and ``grid``.
     """
-    columns = min(job.dim, GRID_COLUMNS) if sharding == "grid" else job.dim
-    return columns, job.features * job.dim // columns
+    columns = job.dim
+    if sharding == "grid":
+        columns = min(job.dim, GRID_COLUMNS)
+    shards = job.features * job.dim // columns
+    return columns, shards
 
 
 def _ring(

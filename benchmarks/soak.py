@@ -97,7 +97,11 @@ END_S = 300.0
 """The longest time in seconds that a process may take to end by itself."""
 CLIENTS = ("rows", "cold", "asks")
 SERVERS = ("pair-0", "pair-1", "server")
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help=__doc__,
+)
 
 
 class SoakError(RuntimeError):
@@ -213,7 +217,9 @@ class Soak:
         self._run("lease", command)
         self._addresses = {name: f"127.0.0.1:{free_port()}" for name in SERVERS}
         server = self._addresses["server"]
-        pair = f"{self._addresses['pair-0']}/{self._addresses['pair-1']}"
+        first_of_pair = self._addresses["pair-0"]
+        second_of_pair = self._addresses["pair-1"]
+        pair = f"{first_of_pair}/{second_of_pair}"
         # the servers that each server is started with, itself included
         self._sets = {"pair-0": pair, "pair-1": pair, "server": server}
         (self.folder / "servers").write_text(f"{pair}\n{server}\n")
@@ -247,13 +253,15 @@ class Soak:
         say("live clicks begin")
 
     def _wait_for_ends(self, names: Sequence[str]) -> None:
+        processes = {name: self._parts[name] for name in names}
         until = time.monotonic() + END_S
-        while any(self._parts[name].runs for name in names):
+        while any(process.runs for process in processes.values()):
             self._tick()
             if time.monotonic() > until:
-                raise SoakError(f"{' or '.join(names)} does not end, see {self.folder}")
-        for name in names:
-            if not self._parts[name].has_ended:
+                either = " or ".join(names)
+                raise SoakError(f"{either} does not end, see {self.folder}")
+        for name, process in processes.items():
+            if not process.has_ended:
                 raise SoakError(f"{name} has failed, see {self.folder / name}.log")
 
     def _tick(self) -> None:
@@ -286,15 +294,18 @@ class Soak:
         (self.folder / "kills.json").write_text(json.dumps(self.kills))
 
     def _sample(self) -> None:
-        samples = [
-            sample_of(name, pid, self._second()) for name, pid in self._pids().items()
-        ]
+        samples = []
+        for name, pid in self._pids().items():
+            sample = sample_of(name, pid, self._second())
+            if sample is not None:
+                samples.append(asdict(sample))
         with (self.folder / "samples.jsonl").open("a") as file:
-            for sample in samples:
-                if sample is not None:
-                    print(json.dumps(asdict(sample)), file=file)
+            for sample_fields in samples:
+                print(json.dumps(sample_fields), file=file)
+
+        minute_load, _, _ = os.getloadavg()
         with (self.folder / "loads").open("a") as file:
-            print(os.getloadavg()[0], file=file)
+            print(minute_load, file=file)
 
     def _pids(self) -> dict[str, int]:
         """Returns the processes that run, by name."""
@@ -308,16 +319,19 @@ class Soak:
             # The state may be a second old: a process that was killed is no child any
             # more.
             children = set(children_of(pids["supervisor"]))
-            for name, process in json.loads(state.read_bytes())["processes"].items():
-                if process["pid"] in children:
-                    pids[name] = process["pid"]
+            processes = json.loads(state.read_bytes())["processes"]
+            for name, process_state in processes.items():
+                pid = process_state["pid"]
+                if pid in children:
+                    pids[name] = pid
         return pids
 
     def _second(self) -> float:
         return time.monotonic() - self._begin
 
     def _run(self, name: str, command: list[str]) -> None:
-        process = Process(name, command, self.folder / f"{name}.log", 0)
+        log = self.folder / f"{name}.log"
+        process = Process(name, command, log, 0)
         self._parts[name] = process
         self._stack.callback(process.stop)
         say(f"started {name}, process {process.pid}")
@@ -337,14 +351,20 @@ def kill_moments(seconds: float, kills: int, seed: int) -> list[tuple[float, str
     for number in range(kills):
         slots = number + 0.75 * generator.random()
         moment = FIRST_KILL * seconds + slot_s * slots
-        moments.append((moment, VICTIMS[number % len(VICTIMS)]))
+        victim = VICTIMS[number % len(VICTIMS)]
+        moments.append((moment, victim))
     return moments
 
 
 def client_command(name: str, folder: Path) -> list[str]:
     """Returns the command of a client of soak_clients.py."""
     script = Path(__file__).with_name("soak_clients.py")
-    return [sys.executable, str(script), name, str(folder)]
+    return [
+        sys.executable,
+        str(script),
+        name,
+        str(folder),
+    ]
 
 
 def compare_online(folder: Path) -> bool:
@@ -361,7 +381,10 @@ def compare_online(folder: Path) -> bool:
 
     soaked = Settings.read(folder)
     undisturbed = replace(
-        soaked, folder=folder.with_name("undisturbed"), url=None, paced=False
+        soaked,
+        folder=folder.with_name("undisturbed"),
+        url=None,
+        paced=False,
     )
     undisturbed.folder.mkdir()
     undisturbed.write()
@@ -371,7 +394,8 @@ def compare_online(folder: Path) -> bool:
     undisturbed_checkpoint = max(undisturbed.checkpoints.glob("step-*"))
     soaked_checkpoint = max(soaked.checkpoints.glob("step-*"))
     difference = compare_chains(
-        read_chain(undisturbed_checkpoint), read_chain(soaked_checkpoint)
+        read_chain(undisturbed_checkpoint),
+        read_chain(soaked_checkpoint),
     )
     parts = [*difference.tables.values(), difference.dense]
     state = json.loads((folder / STATE).read_text())
@@ -388,8 +412,14 @@ def compare_online(folder: Path) -> bool:
 def _run_worker(role: str, folder: Path) -> None:
     """Runs the trainer or the generator of an online run to its end."""
     worker = ROOT / "examples" / "online" / "worker.py"
-    command = [sys.executable, str(worker), role, str(folder)]
-    process = Process(role, command, folder / f"{role}.log", 0)
+    command = [
+        sys.executable,
+        str(worker),
+        role,
+        str(folder),
+    ]
+    log = folder / f"{role}.log"
+    process = Process(role, command, log, 0)
     while process.runs:
         time.sleep(TICK_S)
     if not process.has_ended:
@@ -398,13 +428,18 @@ def _run_worker(role: str, folder: Path) -> None:
 
 def _final_version(folder: Path) -> Any:
     """Returns the version of the full export at the end of an online run."""
-    return json.loads((folder / "trainer.json").read_text())["final_version"]
+    trainer = json.loads((folder / "trainer.json").read_text())
+    return trainer["final_version"]
 
 
 def read_samples(folder: Path) -> list[Sample]:
     """Returns the samples that a run has written so far."""
     lines = (folder / "samples.jsonl").read_text().splitlines()
-    return [Sample(**json.loads(line)) for line in lines]
+    samples = []
+    for line in lines:
+        fields = json.loads(line)
+        samples.append(Sample(**fields))
+    return samples
 
 
 def cores(samples: Sequence[Sample]) -> float:
@@ -417,7 +452,8 @@ def cores(samples: Sequence[Sample]) -> float:
         last_s[process] = sample.processor_s
     used_s = sum(last_s[process] - first_s[process] for process in last_s)
     seconds = [sample.second for sample in samples]
-    return used_s / max(max(seconds) - min(seconds), 1.0)
+    length_s = max(seconds) - min(seconds)
+    return used_s / max(length_s, 1.0)
 
 
 def print_judgements(judgements: Sequence[Judgement]) -> None:
@@ -473,7 +509,9 @@ def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
     """
     samples = read_samples(folder)
     kills_file = folder / "kills.json"
-    kills = json.loads(kills_file.read_text()) if kills_file.exists() else []
+    kills = []
+    if kills_file.exists():
+        kills = json.loads(kills_file.read_text())
     judgements = judge(samples, bound)
     series = thinned(samples)
     used_cores = round(cores(samples), 2)
@@ -489,7 +527,8 @@ def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
         "series": series,
     }
     # NaN is not JSON, and a process that is too young to be judged has no value.
-    text = json.dumps(document, separators=(",", ":")).replace("NaN", "null")
+    text = json.dumps(document, separators=(",", ":"))
+    text = text.replace("NaN", "null")
     (folder / "soak.json").write_text(text + "\n")
     plot(series, kills, folder / "soak.png")
     print_judgements(judgements)
@@ -497,8 +536,10 @@ def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
     for judgement in judgements:
         problems += judgement.problems
     for name, is_exact in document.get("exact", {}).items():
-        print(f"{name}: {'exact' if is_exact else 'NOT EXACT'}")
-        if not is_exact:
+        if is_exact:
+            print(f"{name}: exact")
+        else:
+            print(f"{name}: NOT EXACT")
             problems.append(f"{name}: not exact")
     victims = ", ".join(victim for _, victim in kills) or "none"
     print(f"kills: {victims}; cores: {used_cores}")

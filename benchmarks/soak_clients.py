@@ -115,7 +115,11 @@ class Oracle:
 
     def report(self) -> dict[str, Any]:
         """Returns what was compared."""
-        return {"updates": self.updates, "reads": self.reads, "exact": True}
+        return {
+            "updates": self.updates,
+            "reads": self.reads,
+            "exact": True,
+        }
 
 
 def rows(folder: Path) -> dict[str, Any]:
@@ -168,7 +172,11 @@ def _clients(folder: Path, stack: ExitStack) -> list[RecStoreClient]:
 def _open_table(client: RecStoreClient) -> None:
     options = TableOptions(initializer=ConstantInit(0.0))
     client.init_data(
-        "t", (IDS, DIM), torch.float32, optimizer=SGD(lr=1.0), options=options
+        "t",
+        (IDS, DIM),
+        torch.float32,
+        optimizer=SGD(lr=1.0),
+        options=options,
     )
 
 
@@ -193,9 +201,16 @@ def cold(folder: Path) -> dict[str, Any]:
 def _cold_table(folder: Path) -> Table:
     store = SSDStore(str(folder / "cold"), shared="soak")
     options = TableOptions(
-        initializer=ConstantInit(0.0), max_rows=MAX_ROWS, cold_store=store
+        initializer=ConstantInit(0.0),
+        max_rows=MAX_ROWS,
+        cold_store=store,
     )
-    return Table(DIM, optimizer=SGD(lr=1.0), options=options, name="soak")
+    return Table(
+        DIM,
+        optimizer=SGD(lr=1.0),
+        options=options,
+        name="soak",
+    )
 
 
 def asks(folder: Path) -> dict[str, Any]:
@@ -220,7 +235,9 @@ def asks(folder: Path) -> dict[str, Any]:
             ids = random.integers(0, 2**40, 4)
             values = messages.Array(dtype="int64", shape=[4], data=ids.tobytes())
             features = messages.Jagged(
-                keys=["user", "item"], values=values, lengths=lengths
+                keys=["user", "item"],
+                values=values,
+                lengths=lengths,
             )
             request = messages.PredictRequest(
                 arguments={"features": messages.Argument(jagged=features)}
@@ -245,7 +262,12 @@ def main() -> None:
     name = sys.argv[1]
     folder = Path(sys.argv[2])
     torch.set_num_threads(1)
-    clients = {"rows": rows, "again": again, "cold": cold, "asks": asks}
+    clients = {
+        "rows": rows,
+        "again": again,
+        "cold": cold,
+        "asks": asks,
+    }
     report = clients[name](folder)
     (folder / f"{name}.json").write_text(json.dumps(report))
 

@@ -18,7 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-MEMORY = {"rss": "VmRSS", "anon": "RssAnon", "file": "RssFile", "shmem": "RssShmem"}
+MEMORY = {
+    "rss": "VmRSS",
+    "anon": "RssAnon",
+    "file": "RssFile",
+    "shmem": "RssShmem",
+}
 """The kinds of resident memory, and their names in /proc/PID/status."""
 COUNTS = ("files", "threads", "children")
 WARM_UP = 1 / 12
@@ -93,7 +98,9 @@ def sample_of(process: str, pid: int, second: float) -> Sample | None:
     for name, key in MEMORY.items():
         kilobytes, _ = status[key].split()
         memory[name] = 1024 * int(kilobytes)
-    ticks = int(fields[11]) + int(fields[12])  # utime and stime
+    user_ticks = int(fields[11])
+    system_ticks = int(fields[12])
+    ticks = user_ticks + system_ticks
     return Sample(
         second=round(second, 1),
         process=process,
@@ -111,7 +118,8 @@ def children_of(pid: int) -> list[int]:
     children: list[int] = []
     try:
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            children += map(int, (thread / "children").read_text().split())
+            pids = (thread / "children").read_text().split()
+            children += map(int, pids)
     except (FileNotFoundError, ProcessLookupError):
         return children
     return children
@@ -155,10 +163,14 @@ def series_of(samples: Iterable[Sample]) -> dict[str, list[list[Sample]]]:
     """Returns the series of each process, in the order of their starts."""
     series: dict[tuple[str, int], list[Sample]] = {}
     for sample in samples:
-        series.setdefault((sample.process, sample.pid), []).append(sample)
+        key = (sample.process, sample.pid)
+        points = series.setdefault(key, [])
+        points.append(sample)
+
     by_process: dict[str, list[list[Sample]]] = {}
     for (process, _), points in series.items():
-        by_process.setdefault(process, []).append(points)
+        series_of_process = by_process.setdefault(process, [])
+        series_of_process.append(points)
     return by_process
 
 
@@ -182,9 +194,12 @@ def slope(series: Sequence[Sequence[tuple[float, float]]]) -> float | None:
         mean_x = sum(x for x, _ in points) / len(points)
         mean_y = sum(y for _, y in points) / len(points)
         for x, y in points:
-            products += (x - mean_x) * (y - mean_y)
-            squares += (x - mean_x) ** 2
-    return products / squares if squares > 0 else None
+            distance_x = x - mean_x
+            products += distance_x * (y - mean_y)
+            squares += distance_x**2
+    if squares > 0:
+        return products / squares
+    return None
 
 
 def judge(samples: Sequence[Sample], mb_an_hour: float = MB_AN_HOUR) -> list[Judgement]:
@@ -203,7 +218,8 @@ def judge(samples: Sequence[Sample], mb_an_hour: float = MB_AN_HOUR) -> list[Jud
     for process, series in series_of(samples).items():
         warm = []
         for points in series:
-            warm += _between([points], points[0].second + warm_up, math.inf)
+            warm_second = points[0].second + warm_up
+            warm += _between([points], warm_second, math.inf)
         judgement = _judge_process(
             process,
             longest=max(warm, key=_span),
@@ -219,7 +235,9 @@ def judge(samples: Sequence[Sample], mb_an_hour: float = MB_AN_HOUR) -> list[Jud
 
 
 def _between(
-    series: list[list[Sample]], begin: float, end: float
+    series: list[list[Sample]],
+    begin: float,
+    end: float,
 ) -> list[list[Sample]]:
     """Returns the points of each series in ``[begin, end)``."""
     parts = []
@@ -287,15 +305,20 @@ def _slopes(series: list[list[Sample]], shortest_s: float) -> dict[str, float | 
     for name in MEMORY:
         lines = []
         for points in series:
-            hours = [point.second / 3600 for point in points]
-            megabytes = [getattr(point, name) / 1e6 for point in points]
-            lines.append(list(zip(hours, megabytes, strict=True)))
+            line = []
+            for point in points:
+                hours = point.second / 3600
+                megabytes = getattr(point, name) / 1e6
+                line.append((hours, megabytes))
+            lines.append(line)
         slopes[name] = slope(lines) if measured_s >= shortest_s else None
     return slopes
 
 
 def _span(points: list[Sample]) -> float:
-    return points[-1].second - points[0].second if points else 0.0
+    if not points:
+        return 0.0
+    return points[-1].second - points[0].second
 
 
 def _ends(
@@ -322,9 +345,10 @@ def thinned(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     for process, series in series_of(samples).items():
         for points in series:
             step = math.ceil(len(points) / POINTS)
+            thinned_points = points[::step]
             columns: dict[str, Any] = {"process": process}
             for name in ("second", *MEMORY, *COUNTS):
-                columns[name] = [getattr(point, name) for point in points[::step]]
+                columns[name] = [getattr(point, name) for point in thinned_points]
             all_columns.append(columns)
     return all_columns
 
@@ -373,7 +397,9 @@ def table_lines(processes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def plot(
-    series: Sequence[dict[str, Any]], kills: Sequence[tuple[float, str]], path: Path
+    series: Sequence[dict[str, Any]],
+    kills: Sequence[tuple[float, str]],
+    path: Path,
 ) -> None:
     """Draws memory, files and threads of each process over the time.
 
@@ -396,7 +422,10 @@ def plot(
     names = list(dict.fromkeys(columns["process"] for columns in series))
     colours = pyplot.get_cmap("tab10")
     figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(9, 12), sharex=True, layout="constrained"
+        nrows=len(panels),
+        figsize=(9, 12),
+        sharex=True,
+        layout="constrained",
     )
     for axis, (column, (label, scale)) in zip(axes, panels.items(), strict=True):
         drawn_names = set()
@@ -415,12 +444,19 @@ def plot(
             )
             drawn_names.add(name)
         for second, _ in kills:
-            axis.axvline(second / 3600, color="grey", linewidth=0.6, linestyle=":")
+            axis.axvline(
+                second / 3600,
+                color="grey",
+                linewidth=0.6,
+                linestyle=":",
+            )
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=7
+        *axes[0].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=7,
     )
     axes[-1].set_xlabel(
         "hours; a dotted line is a process that was killed and started again"
