@@ -47,7 +47,12 @@ SHARES = {"user": 0.3, "item": 0.3, "ad": 0.1, "query": 0.3}  # of all ids
 # ids of a sample; the items are a history
 BAGS = {"user": 1, "item": 12, "ad": 1, "query": 2}
 # of the rows: all tables fill it at the same time
-MEMORY = {"user": 0.104, "item": 0.632, "ad": 0.086, "query": 0.178}
+MEMORY = {
+    "user": 0.104,
+    "item": 0.632,
+    "ad": 0.086,
+    "query": 0.178,
+}
 EXPONENT = 1.05
 # the share of the ids, popular or rare, in whose place others have come after the whole
 # run
@@ -95,7 +100,8 @@ def _mixed(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def samples_of(
-    step: int, size: Size
+    step: int,
+    size: Size,
 ) -> tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.float32]]:
     """Returns the samples of a step.
 
@@ -107,28 +113,49 @@ def samples_of(
     ids = {}
     for number, (table, share) in enumerate(SHARES.items()):
         population = max(2, int(size.ids * share))
-        # The inverse of the distribution function of a bounded power law: the rank 1 is
-        # the most popular.
-        power = 1 - EXPONENT
-        highest = (population + 1.0) ** power - 1
         uniform = random.random(BATCH * BAGS[table])
-        rank = (highest * uniform + 1) ** (1 / power)
-        rank = rank.astype(np.int64) + (number << 40)
-
-        # The id of a rank is replaced by a new one in a moment of the run that its hash
-        # tells, or after the run.
-        hashes = _mixed(rank).view(np.uint64)
-        moment = (hashes >> np.uint64(11)) * 2.0**-53
-        is_replaced = moment < REPLACED * step * BATCH / size.samples
-        generation = is_replaced.astype(np.int64) << 60
-        ids[table] = _mixed(rank + generation)
+        ranks = _ranks(uniform, population) + (number << 40)
+        ids[table] = _ids_of_ranks(ranks, step, size)
 
         top_bits = _mixed(ids[table] + 1) >> 40
-        effect = top_bits.astype(np.float32) * np.float32(2**-23)
-        logits += effect.reshape(BATCH, -1).mean(1) * 2
+        effects = top_bits.astype(np.float32) * np.float32(2**-23)
+        effects_of_samples = effects.reshape(BATCH, -1)
+        logits += effects_of_samples.mean(1) * 2
     probabilities = 1 / (1 + np.exp(-logits))
     labels = random.random(BATCH, np.float32) < probabilities
     return ids, labels.astype(np.float32)
+
+
+def _ranks(
+    uniform: npt.NDArray[np.float64],
+    population: int,
+) -> npt.NDArray[np.int64]:
+    """Returns ranks whose popularity is a bounded power law.
+
+    The inverse of its distribution function is taken at values between 0 and 1. The
+    rank 1 is the most popular.
+    """
+    power = 1 - EXPONENT
+    highest = (population + 1.0) ** power - 1
+    ranks = (highest * uniform + 1) ** (1 / power)
+    return ranks.astype(np.int64)
+
+
+def _ids_of_ranks(
+    ranks: npt.NDArray[np.int64],
+    step: int,
+    size: Size,
+) -> npt.NDArray[np.int64]:
+    """Returns the ids that the ranks have in a step.
+
+    The id of a rank is replaced by a new one in a moment of the run that its hash
+    tells, or after the run.
+    """
+    hashes = _mixed(ranks).view(np.uint64)
+    moments = (hashes >> np.uint64(11)) * 2.0**-53
+    is_replaced = moments < REPLACED * step * BATCH / size.samples
+    generations = is_replaced.astype(np.int64) << 60
+    return _mixed(ranks + generations)
 
 
 # ---- The process that trains ----
@@ -153,7 +180,8 @@ def clicks_module(num_embeddings: int) -> Any:
                 for name in SHARES
             ]
             self.tables = EmbeddingBagCollection(
-                tables=tables, device=torch.device("meta")
+                tables=tables,
+                device=torch.device("meta"),
             )
             self.dense = nn.Sequential(
                 nn.Linear(DIM * len(SHARES), 64),
@@ -206,7 +234,10 @@ def sharded(folder: Path, size: Size) -> tuple[Any, Any]:
     )
     plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
     model = DistributedModelParallel(
-        module, plan=plan, sharders=[sharder], device=torch.device("cpu")
+        module,
+        plan=plan,
+        sharders=[sharder],
+        device=torch.device("cpu"),
     )
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     adam = KeyedOptimizerWrapper(
@@ -249,13 +280,15 @@ class Recorder:
         samples = len(self.losses) * BATCH
         stats = self._stats()
         lookups = stats.lookups - self._earlier.lookups
+        hits = stats.hits - self._earlier.hits
+        cold_hits = stats.cold_hits - self._earlier.cold_hits
         point = {
             "samples": step * BATCH,
             "samples_per_second": samples / seconds,
             "generated_per_second": samples / self.generating_s,
             "rss": anonymous_bytes(),
-            "hit_rate": (stats.hits - self._earlier.hits) / lookups,
-            "cold_rate": (stats.cold_hits - self._earlier.cold_hits) / lookups,
+            "hit_rate": hits / lookups,
+            "cold_rate": cold_hits / lookups,
             "rows": stats.rows,
             "cold_rows": stats.cold_rows,
             "bytes": stats.bytes,
@@ -271,20 +304,9 @@ def train(folder: Path, size: Size) -> None:
 
     Appends the points of the run to ``points.jsonl``.
     """
-    import logging
-    import warnings
-
-    import torch
-    import torch.distributed as dist
-
     from torchrec_recstore import load_checkpoint, save_checkpoint, table_stats
 
-    # docs/errors.md explains what TorchRec and torch warn of
-    warnings.simplefilter("ignore")
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _prepare_process()
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(exist_ok=True)
     (folder / "cold").mkdir(exist_ok=True)
@@ -316,12 +338,36 @@ def train(folder: Path, size: Size) -> None:
             recorder.paused_s += time.perf_counter() - pause_begin
 
     final = save_checkpoint(
-        model, folder / "final", training_state={"dense": adam.state_dict()}
+        model,
+        folder / "final",
+        training_state={"dense": adam.state_dict()},
     )
     rows = {}
     for name, stats in table_stats(model).items():
         rows[name] = stats.rows + stats.cold_rows
-    (folder / "end.json").write_text(json.dumps({"rows": rows, "bytes": final.bytes}))
+    end = {"rows": rows, "bytes": final.bytes}
+    (folder / "end.json").write_text(json.dumps(end))
+
+
+def _prepare_process() -> None:
+    """Makes the process one quiet rank with a seed."""
+    import logging
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    # docs/errors.md explains what TorchRec and torch warn of
+    warnings.simplefilter("ignore")
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
 
 
 def _train_step(
@@ -338,10 +384,20 @@ def _train_step(
     begin = time.perf_counter()
     ids, labels = samples_of(step, size)
     recorder.generating_s += time.perf_counter() - begin
-    values = torch.cat([torch.from_numpy(ids[name]) for name in SHARES])
-    lengths = torch.cat([torch.full((BATCH,), BAGS[name]) for name in SHARES])
-    logits = model(KeyedJaggedTensor(list(SHARES), values, lengths=lengths))
-    loss = functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(labels))
+
+    values = []
+    lengths = []
+    for name in SHARES:
+        values.append(torch.from_numpy(ids[name]))
+        lengths.append(torch.full((BATCH,), BAGS[name]))
+    features = KeyedJaggedTensor(
+        list(SHARES),
+        torch.cat(values),
+        lengths=torch.cat(lengths),
+    )
+    logits = model(features)
+    targets = torch.from_numpy(labels)
+    loss = functional.binary_cross_entropy_with_logits(logits, targets)
     adam.zero_grad()
     loss.backward()
     adam.step()
@@ -381,7 +437,8 @@ def _drop_points(points: Path, after: int) -> None:
     """Removes the points after a number of samples, which a killed run has written."""
     lines = []
     for line in points.read_text().splitlines():
-        if json.loads(line)["samples"] <= after:
+        point = json.loads(line)
+        if point["samples"] <= after:
             lines.append(f"{line}\n")
     points.write_text("".join(lines))
 
@@ -402,17 +459,54 @@ def run(folder: Path, size: Size, kill_at: int | None) -> dict[str, Any]:
         The points of the run, its end, and the checksums of its files.
     """
     folder.mkdir(parents=True)
-    points = folder / "points.jsonl"
-    numbers = [str(number) for number in size]
-    command = [sys.executable, __file__, "--train", str(folder), *numbers]
-    kills = 0
     begin = time.perf_counter()
+    kills = _run_process(folder, size, kill_at)
+    seconds = time.perf_counter() - begin
+
+    end = json.loads((folder / "end.json").read_text())
+    metadata = json.loads((folder / "final" / "metadata.json").read_text())
+    lines = (folder / "points.jsonl").read_text().splitlines()
+    sizes = []
+    for checkpoint in sorted((folder / "checkpoints").iterdir()):
+        file_sizes = [file.stat().st_size for file in checkpoint.iterdir()]
+        sizes.append(sum(file_sizes))
+
+    shutil.rmtree(folder / "cold")
+    shutil.rmtree(folder / "checkpoints")
+    shutil.rmtree(folder / "final")
+    return {
+        **end,
+        "seconds": seconds,
+        "kills": kills,
+        "checkpoint_bytes": sizes,
+        "files": metadata["files"],
+        "points": [json.loads(line) for line in lines],
+    }
+
+
+def _run_process(folder: Path, size: Size, kill_at: int | None) -> int:
+    """Runs the process of a run to its end, and returns the number of its kills."""
+    numbers = [str(number) for number in size]
+    command = [
+        sys.executable,
+        __file__,
+        "--train",
+        str(folder),
+        *numbers,
+    ]
+    kills = 0
     process = subprocess.Popen(command)
-    bar = tqdm(desc=folder.name, total=size.samples, unit=" samples", unit_scale=True)
+    bar = tqdm(
+        desc=folder.name,
+        total=size.samples,
+        unit=" samples",
+        unit_scale=True,
+    )
     with bar:
         while process.poll() is None:
             time.sleep(0.05)
-            bar.update(_last(points) - bar.n)
+            samples = _last(folder / "points.jsonl")
+            bar.update(samples - bar.n)
             if kill_at is not None and kills == 0 and bar.n >= kill_at:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
@@ -421,22 +515,7 @@ def run(folder: Path, size: Size, kill_at: int | None) -> dict[str, Any]:
     status = process.returncode
     if status:
         raise SystemExit(f"the process of {folder} has ended with the status {status}")
-    seconds = time.perf_counter() - begin
-    files = json.loads((folder / "final" / "metadata.json").read_text())["files"]
-    sizes = []
-    for checkpoint in sorted((folder / "checkpoints").iterdir()):
-        sizes.append(sum(file.stat().st_size for file in checkpoint.iterdir()))
-    shutil.rmtree(folder / "cold")
-    shutil.rmtree(folder / "checkpoints")
-    shutil.rmtree(folder / "final")
-    return {
-        **json.loads((folder / "end.json").read_text()),
-        "seconds": seconds,
-        "kills": kills,
-        "checkpoint_bytes": sizes,
-        "files": files,
-        "points": [json.loads(line) for line in points.read_text().splitlines()],
-    }
+    return kills
 
 
 def _last(points: Path) -> int:
@@ -457,7 +536,11 @@ def warm(points: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
     return [point for point in points if point["samples"] > WARM_UP * every]
 
 
-def spread_of(points: list[dict[str, Any]], name: str, every: int) -> float:
+def spread_of(
+    points: list[dict[str, Any]],
+    name: str,
+    every: int,
+) -> float:
     """Returns the largest distance of a value from its median after the warm-up.
 
     It is a share of the median. The value of an interval of ``every`` samples, the time
@@ -468,12 +551,17 @@ def spread_of(points: list[dict[str, Any]], name: str, every: int) -> float:
     """
     intervals: dict[int, list[float]] = {}
     for point in warm(points, every):
-        interval = (point["samples"] - 1) // every
-        intervals.setdefault(interval, []).append(point[name])
+        number = (point["samples"] - 1) // every
+        interval = intervals.setdefault(number, [])
+        interval.append(point[name])
+
     mean = harmonic_mean if name.endswith("_per_second") else np.mean
-    values = [float(mean(points_of)) for points_of in intervals.values()]
+    values = []
+    for interval in intervals.values():
+        values.append(float(mean(interval)))
     median = float(np.median(values))
-    return max(abs(value - median) for value in values) / median
+    distances = [abs(value - median) for value in values]
+    return max(distances) / median
 
 
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
@@ -489,12 +577,16 @@ def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
         "hit_rate": ("ids found in memory, percent", 100.0),
     }
     figure, axes = pyplot.subplots(
-        len(shown), 1, figsize=(8, 7), sharex=True, layout="constrained"
+        nrows=len(shown),
+        figsize=(8, 7),
+        sharex=True,
+        layout="constrained",
     )
     for axis, (name, (label, scale)) in zip(axes, shown.items(), strict=True):
         for run_name, result in runs.items():
-            x = [point["samples"] / 1e6 for point in result["points"]]
-            y = [point[name] * scale for point in result["points"]]
+            points = result["points"]
+            x = [point["samples"] / 1e6 for point in points]
+            y = [point[name] * scale for point in points]
             axis.plot(x, y, label=run_name)
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
@@ -531,20 +623,17 @@ def main(
             f"--samples {samples} is too little: the first {WARM_UP} intervals are the"
             " warm-up"
         )
-    max_rows = memory_mb * 2**20 // _row_bytes()
-    size = Size(samples, ids, max_rows, every)
-    for name, share in MEMORY.items():
-        if size.max_rows * share < BATCH * BAGS[name]:
-            raise SystemExit(
-                f"--memory-mb {memory_mb} is too little: each table must have room for"
-                " the ids of a step"
-            )
+    size = Size(samples, ids, _max_rows(memory_mb), every)
     middle = samples // 2 + every // 2  # between two checkpoints
     runs = {
         "undisturbed": run(folder / "undisturbed", size, kill_at=None),
         "killed": run(folder / "killed", size, kill_at=middle),
     }
-    document = {"size": size._asdict(), "conditions": conditions(), "runs": runs}
+    document = {
+        "size": size._asdict(),
+        "conditions": conditions(),
+        "runs": runs,
+    }
     (folder / "big.json").write_text(json.dumps(document, indent=1) + "\n")
     plot(runs, folder / "big.png")
     for line in _lines(runs, every):
@@ -559,17 +648,32 @@ def _lines(runs: dict[str, dict[str, Any]], every: int) -> Iterator[str]:
     for name, result in runs.items():
         points = warm(result["points"], every)
         rows = sum(result["rows"].values())
-        yield f"{name}: {result['seconds']:,.0f} s, {rows:,} rows; after the warm-up:"
+        seconds = result["seconds"]
+        yield f"{name}: {seconds:,.0f} s, {rows:,} rows; after the warm-up:"
         for key, (scale, unit) in PRINTED.items():
-            median = float(np.median([point[key] for point in points]))
+            values = [point[key] for point in points]
+            median = float(np.median(values)) * scale
             spread = spread_of(result["points"], key, every)
-            yield (
-                f"  {median * scale:,.2f} {unit}, between two checkpoints within"
-                f" {spread:.0%}"
-            )
+            yield f"  {median:,.2f} {unit}, between two checkpoints within {spread:.0%}"
     has_same_files = runs["killed"]["files"] == runs["undisturbed"]["files"]
     verdict = "equal to the bit" if has_same_files else "DIFFERENT"
     yield f"rows, states and dense part of the killed run are {verdict}"
+
+
+def _max_rows(memory_mb: int) -> int:
+    """Returns the number of rows that memory has room for.
+
+    Raises:
+        SystemExit: A table has no room for the ids of a step.
+    """
+    max_rows = memory_mb * 2**20 // _row_bytes()
+    for name, share in MEMORY.items():
+        if max_rows * share < BATCH * BAGS[name]:
+            raise SystemExit(
+                f"--memory-mb {memory_mb} is too little: each table must have room for"
+                " the ids of a step"
+            )
+    return max_rows
 
 
 def _row_bytes() -> int:
@@ -579,8 +683,9 @@ def _row_bytes() -> int:
     from torchrec_recstore import Table
     from torchrec_recstore.optim import RowWiseAdagrad
 
+    rows = 2**18
     table = Table(DIM, optimizer=RowWiseAdagrad(0.05))
-    table.insert(torch.arange(2**18), torch.zeros(2**18, DIM))
+    table.insert(torch.arange(rows), torch.zeros(rows, DIM))
     stats = table.stats()
     return -(-stats.bytes // stats.rows)
 

@@ -52,17 +52,29 @@ BATCH = 2048
 BLOCK = 16 << 20
 ROUNDS = 3
 NAMES = [f"f{i}" for i in range(FEATURES)]
+TIMED = (
+    "save",
+    "write",
+    "load",
+    "read",
+    "load_touched",
+    "touch",
+)
 
 
 def build() -> DistributedModelParallel:
     """Builds a DLRM with one RecStore table."""
     torch.manual_seed(0)
     config = EmbeddingBagConfig(
-        name="t", embedding_dim=DIM, num_embeddings=2**40, feature_names=NAMES
+        name="t",
+        embedding_dim=DIM,
+        num_embeddings=2**40,
+        feature_names=NAMES,
     )
     dlrm = DLRM(
         embedding_bag_collection=EmbeddingBagCollection(
-            tables=[config], device=torch.device("meta")
+            tables=[config],
+            device=torch.device("meta"),
         ),
         dense_in_features=13,
         dense_arch_layer_sizes=[512, 256, DIM],
@@ -75,7 +87,9 @@ def build() -> DistributedModelParallel:
         }
     )
     return DistributedModelParallel(
-        dlrm, sharders=[sharder], device=torch.device("cpu")
+        dlrm,
+        sharders=[sharder],
+        device=torch.device("cpu"),
     )
 
 
@@ -96,8 +110,10 @@ def id_of(numbers: torch.Tensor) -> torch.Tensor:
 
 def fill(table: Table, rows: int) -> None:
     """Fills a table with rows whose weights differ from their initial values."""
-    for begin in range(0, rows, 1 << 18):
-        ids = id_of(torch.arange(begin, min(begin + (1 << 18), rows)))
+    part_rows = 1 << 18
+    for begin in range(0, rows, part_rows):
+        end = min(begin + part_rows, rows)
+        ids = id_of(torch.arange(begin, end))
         table.update(ids, torch.randn(len(ids), DIM))
 
 
@@ -143,9 +159,11 @@ def write_plain(folder: Path, sizes: list[int]) -> None:
     block = os.urandom(BLOCK)
     folder.mkdir()
     for number, size in enumerate(sizes):
-        with (folder / str(number)).open("wb", buffering=0) as file:
+        path = folder / str(number)
+        with path.open("wb", buffering=0) as file:
             for begin in range(0, size, BLOCK):
-                file.write(block[: min(BLOCK, size - begin)])
+                part_bytes = min(BLOCK, size - begin)
+                file.write(block[:part_bytes])
             os.fsync(file.fileno())
 
 
@@ -163,47 +181,78 @@ def full(model: DistributedModelParallel, folder: Path) -> CheckpointInfo:
 
     Leaves a checkpoint at ``full``.
     """
-    seconds: dict[str, list[float]] = {
-        key: [] for key in ("save", "write", "load", "read", "load_touched", "touch")
-    }
+    seconds: dict[str, list[float]] = {name: [] for name in TIMED}
     memory: dict[str, list[int]] = {"save": [], "load": []}
+    checkpoint = folder / "full"
+    plain = folder / "plain"
     info: CheckpointInfo | None = None
     for _ in range(ROUNDS):
-        shutil.rmtree(folder / "full", ignore_errors=True)
-        shutil.rmtree(folder / "plain", ignore_errors=True)
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        shutil.rmtree(plain, ignore_errors=True)
+
         with peak_memory() as peak:
             begin = clock()
-            info = save_checkpoint(model, folder / "full")
+            info = save_checkpoint(model, checkpoint)
             seconds["save"].append(clock() - begin)
         memory["save"].append(peak[0])
+
         sizes = [file.bytes for file in info.files.values()]
         begin = clock()
-        write_plain(folder / "plain", sizes)
+        write_plain(plain, sizes)
         seconds["write"].append(clock() - begin)
-        forget(folder / "plain")
-        seconds["read"].append(timed(lambda: read_plain(folder / "plain")))
-        load(folder / "full", info.bytes * 3 // 2, seconds, memory["load"])
+
+        forget(plain)
+        read_s = timed(lambda: read_plain(plain))
+        seconds["read"].append(read_s)
+
+        touched_bytes = info.bytes * 3 // 2
+        load(
+            checkpoint,
+            touched_bytes,
+            seconds,
+            memory["load"],
+        )
     assert info is not None
-    row: dict[str, Any] = {
-        "benchmark": "checkpoint",
-        "rows": len(table_of(model)),
-        "bytes": info.bytes,
-    }
+    emit(
+        {
+            "benchmark": "checkpoint",
+            "rows": len(table_of(model)),
+            "bytes": info.bytes,
+            **figures_of(info.bytes, seconds, memory),
+        }
+    )
+    return info
+
+
+def figures_of(
+    checkpoint_bytes: int,
+    seconds: dict[str, list[float]],
+    memory: dict[str, list[int]],
+) -> dict[str, Any]:
+    """Returns the speeds of all parts, their ratios, and the memory."""
+    figures: dict[str, Any] = {}
     rates = {}
     for key in ("save", "write", "load", "read", "load_touched"):
-        rates[key] = info.bytes / statistics.median(seconds[key]) / 1e9
-        row[f"{key}_gb_per_second"] = round(rates[key], 3)
-    row["first_touch_gb_per_second"] = [
-        round(info.bytes * 1.5 / touch_s / 1e9, 2) for touch_s in seconds["touch"]
-    ]
+        median_s = statistics.median(seconds[key])
+        rates[key] = checkpoint_bytes / median_s / 1e9
+        figures[f"{key}_gb_per_second"] = round(rates[key], 3)
+
+    touch_rates = []
+    for touch_s in seconds["touch"]:
+        rate = checkpoint_bytes * 1.5 / touch_s / 1e9
+        touch_rates.append(round(rate, 2))
+    figures["first_touch_gb_per_second"] = touch_rates
+
+    save_over_disk = rates["save"] / rates["write"]
+    load_over_disk = rates["load"] / rates["read"]
     touched_over_disk = rates["load_touched"] / rates["read"]
-    row["save_over_disk"] = round(rates["save"] / rates["write"], 3)
-    row["load_over_disk"] = round(rates["load"] / rates["read"], 3)
-    row["load_into_touched_memory_over_disk"] = round(touched_over_disk, 3)
-    row["save_mb_beside_table"] = round(max(memory["save"]) / 1e6)
-    row["load_mb_beside_table"] = round(max(memory["load"]) / 1e6)
-    emit(row)
-    return info
+    figures["save_over_disk"] = round(save_over_disk, 3)
+    figures["load_over_disk"] = round(load_over_disk, 3)
+    figures["load_into_touched_memory_over_disk"] = round(touched_over_disk, 3)
+    for key in ("save", "load"):
+        peak_mb = max(memory[key]) / 1e6
+        figures[f"{key}_mb_beside_table"] = round(peak_mb)
+    return figures
 
 
 def touch(size: int) -> None:
@@ -215,7 +264,10 @@ def touch(size: int) -> None:
 
 
 def load(
-    path: Path, size: int, seconds: dict[str, list[float]], memory: list[int]
+    path: Path,
+    size: int,
+    seconds: dict[str, list[float]],
+    memory: list[int],
 ) -> None:
     """Loads into new models.
 
@@ -223,28 +275,39 @@ def load(
     """
     for key in ("load", "load_touched"):
         if key == "load_touched":
-            seconds["touch"].append(timed(lambda: touch(size)))
+            touch_s = timed(lambda: touch(size))
+            seconds["touch"].append(touch_s)
         forget(path)
         model = build()
         with peak_memory() as peak:
-            seconds[key].append(timed(lambda: load_checkpoint(model, path)))  # noqa: B023
-        memory.append(peak[0] - table_of(model).stats().bytes)
-        table_of(model).close()  # reference cycles keep the model itself alive
+            load_s = timed(lambda: load_checkpoint(model, path))  # noqa: B023
+        seconds[key].append(load_s)
+        table = table_of(model)
+        memory.append(peak[0] - table.stats().bytes)
+        table.close()  # reference cycles keep the model itself alive
 
 
-def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) -> None:
+def deltas(
+    model: DistributedModelParallel,
+    folder: Path,
+    base: CheckpointInfo,
+) -> None:
     """Measures deltas after a growing part of the rows has changed."""
     table = table_of(model)
     rows = len(table)
     full_seconds = timed(lambda: save_checkpoint(model, folder / "again"))
     shutil.rmtree(folder / "again")
     for share in (0.0001, 0.001, 0.01, 0.1):
-        ids = id_of(torch.randperm(rows)[: int(rows * share)])
+        changed_rows = int(rows * share)
+        numbers = torch.randperm(rows)[:changed_rows]
+        ids = id_of(numbers)
         table.update(ids, torch.randn(len(ids), DIM))
         table.remove(ids[: len(ids) // 100])
+
         begin = clock()
         info = save_checkpoint(model, folder / "delta", delta_of=base.path)
         seconds = clock() - begin
+
         delta_rows = 0
         for table_info in info.tables.values():
             delta_rows += sum(part.rows for part in table_info.parts)
@@ -262,14 +325,12 @@ def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) 
         shutil.rmtree(folder / "delta")
 
 
-def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
-    """Measures training steps alternately without a save and during a save."""
-    rows = len(table_of(model))
-    parameters = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if "embedding" not in name
-    ]
+def timed_step(model: DistributedModelParallel, rows: int) -> Callable[[], float]:
+    """Returns a function that makes a training step and returns its seconds."""
+    parameters = []
+    for name, parameter in model.named_parameters():
+        if "embedding" not in name:
+            parameters.append(parameter)
     optimizer = torch.optim.Adam(parameters, lr=0.001)
     dense = torch.randn(BATCH, 13)
     ones = torch.ones(FEATURES * BATCH, dtype=torch.int32)
@@ -278,10 +339,16 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
     def step() -> float:
         # Log-uniform over the rows, which is Zipf's law with exponent 1. The ids of
         # click logs follow it.
-        uniform = torch.rand(FEATURES * BATCH, generator=generator, dtype=torch.float64)
+        uniform = torch.rand(
+            FEATURES * BATCH,
+            generator=generator,
+            dtype=torch.float64,
+        )
         numbers = torch.exp(uniform * torch.tensor(rows).log())
         features = KeyedJaggedTensor(
-            keys=NAMES, values=id_of(numbers.long() - 1), lengths=ones
+            keys=NAMES,
+            values=id_of(numbers.long() - 1),
+            lengths=ones,
         )
         begin = clock()
         optimizer.zero_grad()
@@ -289,6 +356,13 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
         optimizer.step()
         return clock() - begin
 
+    return step
+
+
+def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
+    """Measures training steps alternately without a save and during a save."""
+    rows = len(table_of(model))
+    step = timed_step(model, rows)
     alone: list[float] = []
     during: list[float] = []
     saves = []
@@ -307,20 +381,19 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
         saves.append(clock() - begin)
         memory.append(peak[0])
         alone += [step() for _ in range(200)]
+    alone_s = statistics.mean(alone)
+    during_s = statistics.mean(during)
+    median_over_alone = statistics.median(during) / statistics.median(alone)
     emit(
         {
             "benchmark": "async_save",
             "rows": rows,
             "batch_size": BATCH,
-            "step_ms": round(statistics.mean(alone) * 1e3, 2),
-            "step_ms_during_a_save": round(statistics.mean(during) * 1e3, 2),
+            "step_ms": round(alone_s * 1e3, 2),
+            "step_ms_during_a_save": round(during_s * 1e3, 2),
             "steps_during_a_save": len(during) // 2,
-            "mean_step_over_alone": round(
-                statistics.mean(during) / statistics.mean(alone), 3
-            ),
-            "median_step_over_alone": round(
-                statistics.median(during) / statistics.median(alone), 3
-            ),
+            "mean_step_over_alone": round(during_s / alone_s, 3),
+            "median_step_over_alone": round(median_over_alone, 3),
             "p99_step_ms": p99_ms(alone),
             "p99_step_ms_during_a_save": p99_ms(during),
             "call_ms": round(snapshot * 1e3, 2),
@@ -332,13 +405,16 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
 
 def p99_ms(seconds: list[float]) -> float:
     """Returns the 99th percentile in milliseconds."""
-    return round(sorted(seconds)[len(seconds) * 99 // 100] * 1e3, 2)
+    place = len(seconds) * 99 // 100
+    percentile_s = sorted(seconds)[place]
+    return round(percentile_s * 1e3, 2)
 
 
 def main() -> None:
     """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--rows",
@@ -347,18 +423,29 @@ def main() -> None:
         help="number of rows of the table; a row has 284 bytes",
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path.cwd(), help="folder on the disk to measure"
+        "--folder",
+        type=Path,
+        default=Path.cwd(),
+        help="folder on the disk to measure",
     )
     parser.add_argument("--only", default="full,deltas,steps", help="parts to measure")
     arguments = parser.parse_args()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
     model = build()
     fill(table_of(model), arguments.rows)
     only = arguments.only.split(",")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as directory:
         folder = Path(directory)
         path = folder / "full"
-        base = full(model, folder) if "full" in only else save_checkpoint(model, path)
+        if "full" in only:
+            base = full(model, folder)
+        else:
+            base = save_checkpoint(model, path)
         if "deltas" in only:
             deltas(model, folder, base)
         if "steps" in only:

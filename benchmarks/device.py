@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,8 @@ def traced(steps: Callable[[], None], device: torch.device) -> Timeline:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return timeline(json.loads(path.read_text())["traceEvents"])
+        trace = json.loads(path.read_text())
+    return timeline(trace["traceEvents"])
 
 
 def synchronize(device: torch.device) -> None:
@@ -122,16 +124,17 @@ def timeline(events: list[dict[str, Any]]) -> Timeline:
             steps.append(_interval(event))
         elif category in ("cuda_runtime", "cuda_driver") and "Synchronize" in name:
             calls.append(event)
-    waits: dict[str, int] = {}
+    waits: Counter[str] = Counter()
     for call in calls:
-        if any(begin <= call["ts"] <= end for begin, end in steps):
-            waits[call["name"]] = waits.get(call["name"], 0) + 1
+        moment = call["ts"]
+        if any(begin <= moment <= end for begin, end in steps):
+            waits[call["name"]] += 1
     copies = [_interval(event) for event in (*up, *down)]
     return Timeline(
         up=_copies(up),
         down=_copies(down),
         overlap=_overlap(copies, _union(kernels)),
-        waits=waits,
+        waits=dict(waits),
     )
 
 
@@ -154,18 +157,25 @@ def _interval(event: dict[str, Any]) -> Interval:
 
 
 def _copies(events: list[dict[str, Any]]) -> Copies:
-    return Copies(
-        sizes=[int(event["args"]["bytes"]) for event in events],
-        pageable=sum("Pageable" in event["name"] for event in events),
-    )
+    sizes = []
+    pageable = 0
+    for event in events:
+        copied_bytes = event["args"]["bytes"]
+        sizes.append(int(copied_bytes))
+        pageable += "Pageable" in event["name"]
+    return Copies(sizes, pageable)
 
 
 def _union(intervals: list[Interval]) -> list[Interval]:
     """Returns the intervals in ascending order, with those that touch joined."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        if not joined:
+            joined.append((begin, end))
+            continue
+        last_begin, last_end = joined[-1]
+        if begin <= last_end:
+            joined[-1] = (last_begin, max(end, last_end))
         else:
             joined.append((begin, end))
     return joined

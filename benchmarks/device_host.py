@@ -22,8 +22,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from kernel import zipf
-from measure import clock, emit, interleave, spread
+from kernel import pass_spreads, zipf
+from measure import clock, emit, interleave
 from torch import Tensor
 
 from torchrec_recstore import ops
@@ -97,13 +97,15 @@ class NoStreams:
         freed blocks out again, with sizes that are powers of two
         (``CachingHostAllocatorImpl``, torch 2.13): their pages are not new ones.
         """
-        count = math.prod(shape)
-        block_bytes = 1 << max(count * dtype.itemsize - 1, 0).bit_length()
+        num_bytes = math.prod(shape) * dtype.itemsize
+        block_bytes = 1 << max(num_bytes - 1, 0).bit_length()
         if block_bytes not in self._blocks:
-            blocks = [torch.zeros(block_bytes, dtype=torch.uint8) for _ in range(8)]
+            blocks = []
+            for _ in range(8):
+                blocks.append(torch.zeros(block_bytes, dtype=torch.uint8))
             self._blocks[block_bytes] = itertools.cycle(blocks)
         block = next(self._blocks[block_bytes])
-        tensor = block[: count * dtype.itemsize].view(dtype).view(tuple(shape))
+        tensor = block[:num_bytes].view(dtype).view(tuple(shape))
         return tensor.as_subclass(Pinned)
 
 
@@ -120,13 +122,17 @@ class NoKernels:
 
 def make_group(rows: int) -> PooledGroup:
     """Returns a group whose tables have ``rows`` rows each."""
-    tables = [
-        Table(DIM, optimizer=RowWiseAdagrad(0.01), name=f"t{number}")
-        for number in range(TABLES)
-    ]
-    for table in tables:
-        for part in torch.arange(1, rows + 1).split(1 << 18):
+    ids = torch.arange(1, rows + 1)
+    tables = []
+    for number in range(TABLES):
+        table = Table(
+            DIM,
+            optimizer=RowWiseAdagrad(0.01),
+            name=f"t{number}",
+        )
+        for part in ids.split(1 << 18):
             table.lookup(part, train=True)
+        tables.append(table)
     return PooledGroup(tables, range(TABLES), "sum")
 
 
@@ -135,7 +141,8 @@ def run(rows: int, device_rows: int, steps: int, warm_up: int) -> None:
     streams_by_type["meta"] = NoStreams  # type: ignore[assignment]
     kernels_by_type["meta"] = NoKernels  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(0)
-    host, device = make_group(rows), make_group(rows)
+    host = make_group(rows)
+    device = make_group(rows)
     device.put_on_device(META, [device_rows] * TABLES)
     to = CopyTarget(META, torch.float32)
     offsets = torch.arange(TABLES * BATCH + 1)
@@ -181,18 +188,15 @@ def run(rows: int, device_rows: int, steps: int, warm_up: int) -> None:
         "passes_on_device": device.device_rows.passes,
     }
     for side, side_timings in timings.items():
-        row[side] = {
-            "forward_ms": spread([forward for forward, _ in side_timings]),
-            "backward_ms": spread([backward for _, backward in side_timings]),
-            "total_ms": spread([sum(timing) for timing in side_timings]),
-        }
+        row[side] = pass_spreads(side_timings)
     emit(row)
 
 
 def main() -> None:
     """Runs the benchmark with the arguments of the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", type=int, default=300_000)
     parser.add_argument("--device-rows", type=int, default=30_000)

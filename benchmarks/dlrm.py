@@ -52,24 +52,41 @@ class DenseAlone(nn.Module):
         self.interaction = InteractionArch(26)
         self.over = OverArch(dim + 26 * 27 // 2, [512, 512, 256, 1])
 
-    def forward(self, dense: Tensor, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        self,
+        dense: Tensor,
+        embeddings: Tensor,
+        labels: Tensor,
+    ) -> Tensor:
         """Returns the loss, ()."""
-        logits = self.over(self.interaction(self.dense(dense), embeddings)).squeeze(1)
-        return nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
+        interactions = self.interaction(self.dense(dense), embeddings)
+        logits = self.over(interactions).squeeze(1)
+        targets = labels.float()
+        return nn.functional.binary_cross_entropy_with_logits(logits, targets)
 
 
 def settings_of(
-    backend: Literal["recstore", "fused"], dim: int, batch_size: int, **limits: Any
+    backend: Literal["recstore", "fused"],
+    dim: int,
+    batch_size: int,
+    **limits: Any,
 ) -> Settings:
     """Returns the settings of the example, with generated rows."""
-    return Settings(backend=backend, dim=dim, batch_size=batch_size, **limits)
+    return Settings(
+        backend=backend,
+        dim=dim,
+        batch_size=batch_size,
+        **limits,
+    )
 
 
 def make_batches(settings: Settings, modulo: int | None) -> list[Batch]:
     """Returns the first batches of the generator."""
     num_rows = BATCHES * settings.batch_size
-    rows = Generator(num_rows, seed=0).rows(0, num_rows)
-    return list(batches_of_rank(cut(rows, settings.batch_size), modulo=modulo))
+    generator = Generator(num_rows, seed=0)
+    rows = generator.rows(0, num_rows)
+    row_batches = cut(rows, settings.batch_size)
+    return list(batches_of_rank(row_batches, modulo=modulo))
 
 
 def sharded_side(settings: Settings) -> Side:
@@ -116,7 +133,8 @@ def dense_side(settings: Settings) -> Side:
 def main() -> None:
     """Runs the measurement and prints the JSON row."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=2048)
@@ -124,7 +142,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
+            "gloo",
+            init_method=f"file://{Path(folder) / 'store'}",
+            rank=0,
+            world_size=1,
         )
     recstore = settings_of("recstore", arguments.dim, arguments.batch_size)
     fused = settings_of("fused", arguments.dim, arguments.batch_size)

@@ -23,7 +23,12 @@ from torchrec_recstore.store import Table
 DIM = 64
 
 
-def grow(table: Table, rows: int, batch: int, first: int = 0) -> list[float]:
+def grow(
+    table: Table,
+    rows: int,
+    batch: int,
+    first: int = 0,
+) -> list[float]:
     """Looks up ``batch`` new ids in each step and returns the time of each step in
     seconds.
     """
@@ -53,52 +58,74 @@ def touch(pieces: int, bytes_each: int) -> list[float]:
     return seconds
 
 
+def mixed_steps(table: Table, rows: int, batch: int) -> list[float]:
+    """Returns the seconds of steps with one tenth of new ids."""
+    seconds = []
+    num_new = batch // 10
+    for i in range(20):
+        first_new = rows + i * batch // 10
+        new_ids = first_new + torch.arange(num_new)
+        old_ids = torch.randint(0, rows, (batch - num_new,))
+        ids = torch.cat([old_ids, new_ids])
+        order = torch.randperm(len(ids))
+        ids = ids[order]
+        start = clock()
+        table.lookup(ids, train=True)
+        seconds.append(clock() - start)
+    return seconds
+
+
+def slowest_over_median(seconds: list[float]) -> float:
+    """Returns the longest step divided by the median one."""
+    slowest_ms = max(seconds) * 1e3
+    median_ms = spread(seconds)["median"]
+    return round(slowest_ms / median_ms, 2)
+
+
 def main() -> None:
     """Runs the measurement and prints the JSON row."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--batch", type=int, default=100_000)
     arguments = parser.parse_args()
+    rows = arguments.rows
+    batch = arguments.batch
     table = Table(DIM, optimizer=RowWiseAdagrad())
     # starts the threads and allocates buffers
-    table.lookup(torch.arange(-arguments.batch, 0), train=True)
-    steps = grow(table, arguments.rows, arguments.batch)
-    mixed = []
-    new_ids = arguments.batch // 10
-    for i in range(20):
-        first_new = arguments.rows + i * arguments.batch // 10
-        new = first_new + torch.arange(new_ids)
-        old = torch.randint(0, arguments.rows, (arguments.batch - new_ids,))
-        ids = torch.cat([old, new])
-        ids = ids[torch.randperm(len(ids))]
-        start = clock()
-        table.lookup(ids, train=True)
-        mixed.append(clock() - start)
-    again_rows = arguments.rows * 9 // 20 // arguments.batch * arguments.batch
+    table.lookup(torch.arange(-batch, 0), train=True)
+    steps = grow(table, rows, batch)
+    mixed = mixed_steps(table, rows, batch)
+
+    regrown_rows = rows * 9 // 20 // batch * batch
     ids = table.ids()
-    table.remove(ids[torch.randperm(len(ids))[:again_rows]])
-    again = grow(table, again_rows, arguments.batch, first=2**40)
-    timing = spread(steps)
-    bare = touch(len(steps), arguments.batch * (DIM * 4 + 32))
+    removed_places = torch.randperm(len(ids))[:regrown_rows]
+    table.remove(ids[removed_places])
+    regrown = grow(
+        table,
+        regrown_rows,
+        batch,
+        first=2**40,
+    )
+
+    bare = touch(len(steps), batch * (DIM * 4 + 32))
     emit(
         {
             "benchmark": "growth",
-            "rows": arguments.rows,
-            "batch": arguments.batch,
-            "step_ms": timing,
+            "rows": rows,
+            "batch": batch,
+            "step_ms": spread(steps),
             "slowest_step_ms": round(max(steps) * 1e3, 2),
-            "slowest_over_median": round(max(steps) * 1e3 / timing["median"], 2),
-            "slowest_over_median_without_first_touch": round(
-                max(again) * 1e3 / spread(again)["median"], 2
-            ),
+            "slowest_over_median": slowest_over_median(steps),
+            "slowest_over_median_without_first_touch": slowest_over_median(regrown),
             "bare_touch_ms": spread(bare),
-            "bare_touch_slowest_over_median": round(
-                max(bare) * 1e3 / spread(bare)["median"], 2
+            "bare_touch_slowest_over_median": slowest_over_median(bare),
+            "new_rows_per_second": round(rows / sum(steps)),
+            "new_rows_per_second_without_first_touch": round(
+                regrown_rows / sum(regrown)
             ),
-            "new_rows_per_second": round(arguments.rows / sum(steps)),
-            "new_rows_per_second_without_first_touch": round(again_rows / sum(again)),
             "mixed_step_ms": spread(mixed),
         }
     )

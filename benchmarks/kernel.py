@@ -21,7 +21,7 @@ from typing import Any
 
 import limit
 import torch
-from measure import clock, emit, interleave, spread
+from measure import Timing, clock, emit, interleave, spread
 from torch import Tensor
 
 from torchrec_recstore.kernels import PooledGroup
@@ -56,17 +56,60 @@ class Case:
 
 CASES = {
     "criteo": Case(
-        26, 64, 8192, 300_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")
+        tables=26,
+        dim=64,
+        batch=8192,
+        rows=300_000,
+        optimizers=("sgd", "adagrad", "rowwise_adagrad"),
     ),
-    "zipf": Case(26, 64, 8192, 300_000, zipf=True),
+    "zipf": Case(
+        tables=26,
+        dim=64,
+        batch=8192,
+        rows=300_000,
+        zipf=True,
+    ),
     "big": Case(
-        1, 64, 213_000, 8_000_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")
+        tables=1,
+        dim=64,
+        batch=213_000,
+        rows=8_000_000,
+        optimizers=("sgd", "adagrad", "rowwise_adagrad"),
     ),
-    "big_7m": Case(1, 64, 213_000, 7_000_000, optimizers=("sgd", "rowwise_adagrad")),
-    "big_3m3": Case(1, 64, 213_000, 3_300_000),
-    "multihot": Case(8, 128, 2048, 300_000, length=20, weighted=True),
-    "small": Case(26, 16, 512, 100_000),
-    "sequence": Case(1, 64, 200_000, 2_000_000, pooled=False),
+    "big_7m": Case(
+        tables=1,
+        dim=64,
+        batch=213_000,
+        rows=7_000_000,
+        optimizers=("sgd", "rowwise_adagrad"),
+    ),
+    "big_3m3": Case(
+        tables=1,
+        dim=64,
+        batch=213_000,
+        rows=3_300_000,
+    ),
+    "multihot": Case(
+        tables=8,
+        dim=128,
+        batch=2048,
+        rows=300_000,
+        length=20,
+        weighted=True,
+    ),
+    "small": Case(
+        tables=26,
+        dim=16,
+        batch=512,
+        rows=100_000,
+    ),
+    "sequence": Case(
+        tables=1,
+        dim=64,
+        batch=200_000,
+        rows=2_000_000,
+        pooled=False,
+    ),
 }
 BATCHES = 8
 
@@ -86,20 +129,28 @@ class Batch:
 
 
 def zipf(
-    n: int, generator: torch.Generator, exponent: float = 1.05, population: int = 2**40
+    n: int,
+    generator: torch.Generator,
+    exponent: float = 1.05,
+    population: int = 2**40,
 ) -> Tensor:
     """Returns (n,) int64 that follow a Zipf law over ``population``.
 
     The integral of its density is inverted.
     """
-    u = torch.rand(n, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(n, generator=generator, dtype=torch.float64)
     power = 1 - exponent
     tail = float(population) ** power
-    ranks = (1 - u * (1 - tail)).pow(1 / power)
+    remaining = 1 - uniform * (1 - tail)
+    ranks = remaining.pow(1 / power)
     return ranks.long().clamp(1, population)
 
 
-def random_ids(case: Case, n: int, generator: torch.Generator) -> Tensor:
+def random_ids(
+    case: Case,
+    n: int,
+    generator: torch.Generator,
+) -> Tensor:
     """Returns the ids of a batch, (n,) int64."""
     if case.zipf:
         return zipf(n, generator)
@@ -108,44 +159,62 @@ def random_ids(case: Case, n: int, generator: torch.Generator) -> Tensor:
 
 def make_batches(case: Case, generator: torch.Generator) -> list[Batch]:
     """Returns ``BATCHES`` batches. The ids of a batch are ordered by feature."""
+    bags = case.tables * case.batch
+    first_offset = torch.zeros(1, dtype=torch.int64)
     batches = []
     for _ in range(BATCHES):
-        bags = case.tables * case.batch
         if case.length == 1:
             lengths = torch.ones(bags, dtype=torch.int64)
         else:
-            lengths = torch.randint(
-                0, 2 * case.length + 1, (bags,), generator=generator
-            )
-        first_offset = torch.zeros(1, dtype=torch.int64)
-        offsets = torch.cat([first_offset, lengths.cumsum(0)])
+            too_long = 2 * case.length + 1
+            lengths = torch.randint(0, too_long, (bags,), generator=generator)
+        ends = lengths.cumsum(0)
+        offsets = torch.cat([first_offset, ends])
+
         n = int(offsets[-1])
         ids = random_ids(case, n, generator)
         weights = None
         if case.weighted:
             weights = torch.rand(n, generator=generator)
-        batches.append(Batch(ids, ids % case.rows, offsets, weights))
+        batch = Batch(
+            ids=ids,
+            rows=ids % case.rows,
+            offsets=offsets,
+            weights=weights,
+        )
+        batches.append(batch)
     return batches
 
 
 def recstore(
-    case: Case, batches: list[Batch], optimizer: Optimizer
+    case: Case,
+    batches: list[Batch],
+    optimizer: Optimizer,
 ) -> tuple[list[Table], PooledGroup]:
     """Returns tables with all ids of the batches, and their group.
 
     They have as many rows as the case.
     """
-    tables = [
-        Table(case.dim, optimizer=optimizer, name=f"t{i}") for i in range(case.tables)
-    ]
-    for i, table in enumerate(tables):
-        for part in torch.randperm(case.rows).split(1 << 20):
+    tables = []
+    for number in range(case.tables):
+        table = Table(
+            case.dim,
+            optimizer=optimizer,
+            name=f"t{number}",
+        )
+        tables.append(table)
+    for number, table in enumerate(tables):
+        row_ids = torch.randperm(case.rows)
+        for part in row_ids.split(1 << 20):
             table.lookup(part, train=True)
+
+        first_bag = number * case.batch
         for batch in batches:
-            begin = batch.offsets[i * case.batch]
-            end = batch.offsets[(i + 1) * case.batch]
+            begin = batch.offsets[first_bag]
+            end = batch.offsets[first_bag + case.batch]
             table.lookup(batch.ids[begin:end], train=True)
-    return tables, PooledGroup(tables, range(case.tables), "sum")
+    group = PooledGroup(tables, range(case.tables), "sum")
+    return tables, group
 
 
 def fbgemm(case: Case, optimizer: str) -> Any:
@@ -161,13 +230,19 @@ def fbgemm(case: Case, optimizer: str) -> Any:
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
+    spec = (
+        case.rows,
+        case.dim,
+        EmbeddingLocation.HOST,
+        ComputeDevice.CPU,
+    )
+    pooling_mode = PoolingMode.SUM if case.pooled else PoolingMode.NONE
     module = SplitTableBatchedEmbeddingBagsCodegen(
-        [(case.rows, case.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)]
-        * case.tables,
+        [spec] * case.tables,
         optimizer=EmbOptimType[f"EXACT_{optimizer.upper()}"],
         learning_rate=0.01,
         eps=1e-8,
-        pooling_mode=PoolingMode.SUM if case.pooled else PoolingMode.NONE,
+        pooling_mode=pooling_mode,
         device=torch.device("cpu"),
     )
     for weights in module.split_embedding_weights():
@@ -176,7 +251,8 @@ def fbgemm(case: Case, optimizer: str) -> Any:
 
 
 def step(
-    forward: Callable[[], Tensor], grads: dict[torch.Size, Tensor]
+    forward: Callable[[], Tensor],
+    grads: dict[torch.Size, Tensor],
 ) -> tuple[float, float]:
     """Returns the seconds of forward and of backward.
 
@@ -186,7 +262,8 @@ def step(
     out = forward()
     middle = clock()
     out.backward(grads[out.shape])
-    return middle - begin, clock() - middle
+    end = clock()
+    return middle - begin, end - middle
 
 
 def limits(case: Case, batches: list[Batch]) -> Callable[[int], tuple[float, float]]:
@@ -194,26 +271,33 @@ def limits(case: Case, batches: list[Batch]) -> Callable[[int], tuple[float, flo
 
     It is a gather, and a gather and scatter, of rows in one array by slot.
     """
-    rows = limit.empty(case.tables * case.rows, case.dim).uniform_(-0.01, 0.01)
-    tables = torch.arange(case.tables).repeat_interleave(case.batch)
+    rows = limit.empty(case.tables * case.rows, case.dim)
+    rows.uniform_(-0.01, 0.01)
+
+    table_of_bag = torch.arange(case.tables).repeat_interleave(case.batch)
     slots = []
+    distinct_slots = []
     for batch in batches:
         lengths = batch.offsets.diff()
-        first_slots = tables.repeat_interleave(lengths) * case.rows
-        slots.append((batch.rows + first_slots).to(torch.int32))
-    unique = []
+        table_of_id = table_of_bag.repeat_interleave(lengths)
+        batch_slots = batch.rows + table_of_id * case.rows
+        slots.append(batch_slots.to(torch.int32))
     for batch_slots in slots:
         distinct = batch_slots.unique()
-        unique.append(distinct[torch.randperm(len(distinct))])
+        order = torch.randperm(len(distinct))
+        distinct_slots.append(distinct[order])
+
     most_ids = max(len(batch_slots) for batch_slots in slots)
     values = limit.empty(most_ids, case.dim).zero_()
 
     def side(i: int) -> tuple[float, float]:
+        number = i % BATCHES
         begin = clock()
-        limit.gather(rows, slots[i % BATCHES], values)
+        limit.gather(rows, slots[number], values)
         middle = clock()
-        limit.scatter(rows, unique[i % BATCHES], values)
-        return middle - begin, clock() - middle
+        limit.scatter(rows, distinct_slots[number], values)
+        end = clock()
+        return middle - begin, end - middle
 
     return side
 
@@ -225,27 +309,31 @@ def run(name: str, optimizer: str, steps: int) -> None:
     batches = make_batches(case, generator)
     _tables, group = recstore(case, batches, OPTIMIZERS[optimizer])
     reference = fbgemm(case, optimizer)
-    # by the shape of the output: pooled, and a row for each id of a batch
-    shapes = [torch.Size((case.batch, case.tables * case.dim))]
-    for batch in batches:
-        shapes.append(torch.Size((len(batch.ids), case.dim)))
-    grads = {}
-    for shape in shapes:
-        grads[shape] = torch.randn(shape, generator=generator) * 0.01
+    grads = gradients(case, batches, generator)
 
     def recstore_step(i: int) -> tuple[float, float]:
-        b = batches[i % BATCHES]
-        return step(lambda: group(b.ids, b.offsets, b.weights, train=True), grads)
+        batch = batches[i % BATCHES]
+        return step(
+            lambda: group(batch.ids, batch.offsets, batch.weights, train=True),
+            grads,
+        )
 
     def ahead_step(i: int) -> tuple[float, float]:
         # not the batch that has just been looked up
-        b = batches[(i + BATCHES // 2) % BATCHES]
-        group.prefetch(b.ids, b.offsets[:: case.batch].diff().tolist())
-        return step(lambda: group(b.ids, b.offsets, b.weights, train=True), grads)
+        batch = batches[(i + BATCHES // 2) % BATCHES]
+        first_offsets = batch.offsets[:: case.batch]
+        group.prefetch(batch.ids, first_offsets.diff().tolist())
+        return step(
+            lambda: group(batch.ids, batch.offsets, batch.weights, train=True),
+            grads,
+        )
 
     def fbgemm_step(i: int) -> tuple[float, float]:
-        b = batches[i % BATCHES]
-        return step(lambda: reference(b.rows, b.offsets, b.weights), grads)
+        batch = batches[i % BATCHES]
+        return step(
+            lambda: reference(batch.rows, batch.offsets, batch.weights),
+            grads,
+        )
 
     sides = {
         "recstore": recstore_step,
@@ -254,42 +342,76 @@ def run(name: str, optimizer: str, steps: int) -> None:
         "limit": limits(case, batches),
     }
     timings = interleave(sides, steps, warm_up=BATCHES)
-    row: dict[str, object] = {
-        "benchmark": "kernel",
-        "case": name,
-        "optimizer": optimizer,
-        "ids": len(batches[0].ids),
+    emit(
+        {
+            "benchmark": "kernel",
+            "case": name,
+            "optimizer": optimizer,
+            "ids": len(batches[0].ids),
+            **compared(timings),
+        }
+    )
+
+
+def gradients(
+    case: Case,
+    batches: list[Batch],
+    generator: torch.Generator,
+) -> dict[torch.Size, Tensor]:
+    """Returns a gradient for each shape of the output.
+
+    The output is pooled, or has a row for each id of a batch.
+    """
+    shapes = [torch.Size((case.batch, case.tables * case.dim))]
+    for batch in batches:
+        shapes.append(torch.Size((len(batch.ids), case.dim)))
+    grads = {}
+    for shape in shapes:
+        grads[shape] = torch.randn(shape, generator=generator) * 0.01
+    return grads
+
+
+def pass_spreads(timings: list[Timing]) -> dict[str, dict[str, float]]:
+    """Returns the milliseconds of forward, of backward, and of both."""
+    return {
+        "forward_ms": spread([forward for forward, _ in timings]),
+        "backward_ms": spread([backward for _, backward in timings]),
+        "total_ms": spread([sum(timing) for timing in timings]),
     }
+
+
+def compared(timings: dict[str, list[Timing]]) -> dict[str, object]:
+    """Returns the milliseconds of each side, and their ratios."""
     spreads: dict[str, dict[str, dict[str, float]]] = {}
     for side, side_timings in timings.items():
-        spreads[side] = {
-            "forward_ms": spread([forward for forward, _ in side_timings]),
-            "backward_ms": spread([backward for _, backward in side_timings]),
-            "total_ms": spread([sum(timing) for timing in side_timings]),
-        }
-    row |= spreads
+        spreads[side] = pass_spreads(side_timings)
 
     def ratio(numerator: str, denominator: str, part: str) -> float:
         numerator_ms = spreads[numerator][part]["median"]
         denominator_ms = spreads[denominator][part]["median"]
         return round(numerator_ms / denominator_ms, 2)
 
-    row["forward_over_fbgemm"] = ratio("fbgemm", "recstore", "forward_ms")
-    row["total_over_fbgemm"] = ratio("fbgemm", "recstore", "total_ms")
-    row["forward_over_limit"] = ratio("recstore", "limit", "forward_ms")
-    row["forward_ahead_over_limit"] = ratio("ahead", "limit", "forward_ms")
-    row["backward_over_limit"] = ratio("recstore", "limit", "backward_ms")
-    emit(row)
+    return {
+        **spreads,
+        "forward_over_fbgemm": ratio("fbgemm", "recstore", "forward_ms"),
+        "total_over_fbgemm": ratio("fbgemm", "recstore", "total_ms"),
+        "forward_over_limit": ratio("recstore", "limit", "forward_ms"),
+        "forward_ahead_over_limit": ratio("ahead", "limit", "forward_ms"),
+        "backward_over_limit": ratio("recstore", "limit", "backward_ms"),
+    }
 
 
 def main() -> None:
     """Runs the requested cases."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument(
-        "--optimizers", default="", help="default: the optimizers of each case"
+        "--optimizers",
+        default="",
+        help="default: the optimizers of each case",
     )
     parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()

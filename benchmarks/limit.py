@@ -24,13 +24,28 @@ def _library() -> ctypes.CDLL:
     # package.
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "limit.so")
-        flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp"]
-        flags += ["-mno-avx512f"] if lane() == "avx2" else []
-        subprocess.run(["g++", *flags, str(_SOURCE), "-o", str(library)], check=True)
+        command = [
+            "g++",
+            "-std=c++17",
+            "-O3",
+            "-march=native",
+            "-shared",
+            "-fPIC",
+            "-fopenmp",
+        ]
+        if lane() == "avx2":
+            command.append("-mno-avx512f")
+        command += [str(_SOURCE), "-o", str(library)]
+        subprocess.run(command, check=True)
         return ctypes.CDLL(str(library))
 
 
-def _call(name: str, rows: Tensor, slots: Tensor, values: Tensor) -> None:
+def _call(
+    name: str,
+    rows: Tensor,
+    slots: Tensor,
+    values: Tensor,
+) -> None:
     function = getattr(_library(), name)
     function.restype = ctypes.c_bool
     has_loop = function(

@@ -34,21 +34,23 @@ def measure(rows: int) -> None:
     ids = torch.empty(step, dtype=torch.int64)
     # The steps of another table allocate the buffers of the process, which then count
     # before and after.
-    warm_up_table.lookup(torch.arange(step, out=ids), train=True)
-    for _ in range(100):
+    torch.arange(step, out=ids)
+    for _ in range(101):
         warm_up_table.lookup(ids, train=True)
     first_bytes = resident_bytes()
     for begin in range(0, rows, step):
-        table.lookup(torch.arange(begin, begin + step, out=ids), train=True)
-    table_bytes = resident_bytes() - first_bytes
+        torch.arange(begin, begin + step, out=ids)
+        table.lookup(ids, train=True)
+    row_bytes = (resident_bytes() - first_bytes) / rows
+    stated_row_bytes = table.stats().bytes / rows
     emit(
         {
             "benchmark": "memory",
             "rows": rows,
-            "resident_bytes_per_row": round(table_bytes / rows, 1),
-            "stated_bytes_per_row": round(table.stats().bytes / rows, 1),
+            "resident_bytes_per_row": round(row_bytes, 1),
+            "stated_bytes_per_row": round(stated_row_bytes, 1),
             "payload_bytes_per_row": PAYLOAD,
-            "resident_over_payload": round(table_bytes / rows / PAYLOAD, 3),
+            "resident_over_payload": round(row_bytes / PAYLOAD, 3),
         }
     )
 
@@ -56,7 +58,8 @@ def measure(rows: int) -> None:
 def main() -> None:
     """Runs the measurements."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", default="2000000,7000000")
     for rows in parser.parse_args().rows.split(","):

@@ -125,7 +125,10 @@ BUILT_IN: dict[str, tuple[RowOptimizer, Optimizer]] = {
 
 
 def over(
-    sides: dict[str, Side], base: str, steps: int, warm_up: int
+    sides: dict[str, Side],
+    base: str,
+    steps: int,
+    warm_up: int,
 ) -> dict[str, dict[str, float]]:
     """Returns the ratio of each side's time to the time of the base.
 
@@ -137,10 +140,9 @@ def over(
     for name, side_timings in timings.items():
         if name != base:
             blocks = block_seconds(side_timings)
-            ratios = [
-                seconds / base_seconds
-                for seconds, base_seconds in zip(blocks, base_blocks, strict=True)
-            ]
+            ratios = []
+            for seconds, base_seconds in zip(blocks, base_blocks, strict=True):
+                ratios.append(seconds / base_seconds)
             result[name] = spread(ratios, 1)
     return result
 
@@ -165,21 +167,18 @@ def timed(work: Callable[[int], Any]) -> Side:
     return step
 
 
-def training(arguments: argparse.Namespace) -> None:
-    """Measures training steps and prints the JSON row."""
-    rows = arguments.rows
-    batch = arguments.batch
-    dim = arguments.dim
-    generator = torch.Generator().manual_seed(0)
-    once = int(ONCE * batch)
-    tables = {
+def training_tables(dim: int) -> dict[str, Table]:
+    """Returns a table for each option of training, by the option's name."""
+    return {
         "plain": Table(dim, name="plain"),
         "admission": Table(dim, options=TableOptions(admission=MinFrequency(2))),
         "expiry": Table(dim, options=TableOptions(expiry=Expiry(EXPIRY_STEPS))),
         "float16": Table(dim, torch.float16),
         "bfloat16": Table(dim, torch.bfloat16),
         "bfloat16, stochastic rounding": Table(
-            dim, torch.bfloat16, stochastic_rounding=True
+            dim,
+            torch.bfloat16,
+            stochastic_rounding=True,
         ),
         "int8": Table(dim, torch.int8),
         "int8, state in float16": Table(dim, torch.int8, state_dtype=torch.float16),
@@ -189,13 +188,27 @@ def training(arguments: argparse.Namespace) -> None:
         "SGD": Table(dim, optimizer=SGD()),
         "Adagrad": Table(dim, optimizer=Adagrad()),
         "Adagrad, state in float16": Table(
-            dim, optimizer=Adagrad(), state_dtype=torch.float16
+            dim,
+            optimizer=Adagrad(),
+            state_dtype=torch.float16,
         ),
         "Adam": Table(dim, optimizer=Adam()),
         "Adam, state in float16": Table(
-            dim, optimizer=Adam(), state_dtype=torch.float16
+            dim,
+            optimizer=Adam(),
+            state_dtype=torch.float16,
         ),
     }
+
+
+def training(arguments: argparse.Namespace) -> None:
+    """Measures training steps and prints the JSON row."""
+    rows = arguments.rows
+    batch = arguments.batch
+    dim = arguments.dim
+    generator = torch.Generator().manual_seed(0)
+    once = int(ONCE * batch)
+    tables = training_tables(dim)
     offsets = torch.arange(batch + 1)
     grads = torch.randn(batch, dim, generator=generator) * 0.01
     batches: dict[int, torch.Tensor] = {}
@@ -206,7 +219,8 @@ def training(arguments: argparse.Namespace) -> None:
             frequent = torch.randint(0, rows, (batch - once,), generator=generator)
             new = 2**40 + torch.arange(step * once, (step + 1) * once)
             ids = torch.cat([frequent, new])
-            batches[step] = ids[torch.randperm(batch, generator=generator)]
+            order = torch.randperm(batch, generator=generator)
+            batches[step] = ids[order]
         return batches[step]
 
     def side(table: Table) -> Side:
@@ -222,14 +236,14 @@ def training(arguments: argparse.Namespace) -> None:
         return step
 
     for table in tables.values():
-        table.insert(
-            torch.arange(rows), torch.randn(rows, dim, generator=generator) * 0.01
-        )
+        weights = torch.randn(rows, dim, generator=generator) * 0.01
+        table.insert(torch.arange(rows), weights)
+    sides = {name: side(table) for name, table in tables.items()}
     measured = over(
-        {name: side(table) for name, table in tables.items()},
+        sides,
         "plain",
         arguments.steps,
-        EXPIRY_STEPS * 2,
+        warm_up=EXPIRY_STEPS * 2,
     )
     resident = {}
     bytes_per_row = {}
@@ -312,7 +326,12 @@ def routing(arguments: argparse.Namespace) -> None:
     """Measures the split of ids over ranks and prints the JSON row."""
     batch = arguments.batch
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
+    ids = torch.randint(
+        -(2**63),
+        2**63 - 1,
+        (batch,),
+        generator=generator,
+    )
     lengths = torch.ones(batch, dtype=torch.int64)
 
     def split(ids: torch.Tensor) -> None:
@@ -346,15 +365,16 @@ def optimizers(arguments: argparse.Namespace) -> None:
     batch = arguments.batch
     dim = arguments.dim
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, rows, (batch,), generator=generator) for _ in range(16)]
+    batches = []
+    for _ in range(16):
+        batches.append(torch.randint(0, rows, (batch,), generator=generator))
     grads = torch.randn(batch, dim, generator=generator) * 0.01
 
     def side(optimizer: Optimizer, dtypes: dict[str, torch.dtype]) -> Side:
         table = Table(dim, optimizer=optimizer, **dtypes)
-        table.insert(
-            torch.arange(rows), torch.randn(rows, dim, generator=generator) * 0.01
-        )
-        return timed(lambda i: table.update(ids[i % len(ids)], grads))
+        weights = torch.randn(rows, dim, generator=generator) * 0.01
+        table.insert(torch.arange(rows), weights)
+        return timed(lambda i: table.update(batches[i % len(batches)], grads))
 
     def ratio(name: str, dtypes: dict[str, torch.dtype]) -> dict[str, float]:
         user_defined, built_in = BUILT_IN[name]
@@ -385,13 +405,17 @@ def optimizers(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--batch", type=int, default=20_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument(
-        "--steps", type=int, default=300, help=f"a multiple of {BLOCK_STEPS}"
+        "--steps",
+        type=int,
+        default=300,
+        help=f"a multiple of {BLOCK_STEPS}",
     )
     arguments = parser.parse_args()
     if arguments.steps % BLOCK_STEPS:

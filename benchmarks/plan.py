@@ -204,7 +204,11 @@ def sharded(places: Places, ranks: int) -> DistributedModelParallel:
         compute_device="cpu",
     )
     sharder = RecStoreSharder(optimizer=OPTIMIZER)
-    planner = RecStorePlanner(topology=topology, constraints=constraints, debug=False)
+    planner = RecStorePlanner(
+        topology=topology,
+        constraints=constraints,
+        debug=False,
+    )
     plan = planner.plan(module, [sharder])
     (tables,) = plan.plan.values()
     for name, sharding in tables.items():
@@ -391,7 +395,8 @@ def compared_plans(
 def main() -> None:
     """Runs the measurement and prints the JSON rows."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--batch", type=int, default=1024)
@@ -400,7 +405,12 @@ def main() -> None:
     for ranks in map(int, args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as directory:
             arguments = (ranks, args.batch, args.scale, directory)
-            mp.start_processes(rank_main, arguments, ranks, start_method="spawn")
+            mp.start_processes(
+                rank_main,
+                arguments,
+                ranks,
+                start_method="spawn",
+            )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,10 @@ class Peak:
 
 
 def plan_of(
-    kind: str, collection: EmbeddingBagCollection, sharder: RecStoreSharder, dim: int
+    kind: str,
+    collection: EmbeddingBagCollection,
+    sharder: RecStoreSharder,
+    dim: int,
 ) -> ShardingPlan:
     """Returns a plan with all of the table's shards of one kind of ``MOVES``."""
     options = TableOptions(routing="hash" if kind == "hash" else "block")
@@ -76,8 +79,16 @@ def plan_of(
         )
     }
     world = dist.get_world_size()
-    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
-    planner = RecStorePlanner(topology=topology, constraints=constraints, debug=False)
+    topology = Topology(
+        world_size=world,
+        local_world_size=world,
+        compute_device="cpu",
+    )
+    planner = RecStorePlanner(
+        topology=topology,
+        constraints=constraints,
+        debug=False,
+    )
     return planner.collective_plan(collection, [sharder], dist.group.WORLD)
 
 
@@ -86,7 +97,13 @@ def bytes_of_rank(model: DistributedModelParallel) -> int:
     return sum(table.stats().bytes for table in model.module.recstore_tables())
 
 
-def rank_main(rank: int, ranks: int, rows: int, dim: int, directory: str) -> None:
+def rank_main(
+    rank: int,
+    ranks: int,
+    rows: int,
+    dim: int,
+    directory: str,
+) -> None:
     """Runs one rank of the measurement."""
     os.environ.update(LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
@@ -96,10 +113,7 @@ def rank_main(rank: int, ranks: int, rows: int, dim: int, directory: str) -> Non
         rank=rank,
         world_size=ranks,
     )
-    config = EmbeddingBagConfig(
-        name="t", embedding_dim=dim, num_embeddings=rows, feature_names=["f"]
-    )
-    collection = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+    collection = make_collection(rows, dim)
     sharder = RecStoreSharder(
         fused_params={
             "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -108,15 +122,11 @@ def rank_main(rank: int, ranks: int, rows: int, dim: int, directory: str) -> Non
     )
     plans = {kind: plan_of(kind, collection, sharder, dim) for kind in MOVES}
     model = DistributedModelParallel(
-        collection, plan=plans["table_wise"], sharders=[sharder]
+        collection,
+        plan=plans["table_wise"],
+        sharders=[sharder],
     )
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-    for ids in order.split(BATCH):
-        rank_ids = ids[rank::ranks].contiguous()
-        lengths = torch.ones(len(rank_ids), dtype=torch.int32)
-        features = KeyedJaggedTensor(["f"], rank_ids, lengths=lengths)
-        values = model(features).values()
-        values.backward(torch.ones(values.shape))
+    make_rows(model, rows, rank, ranks)
     present_kind = "table_wise"
     for kind in MOVES:
         dist.barrier()
@@ -149,10 +159,38 @@ def rank_main(rank: int, ranks: int, rows: int, dim: int, directory: str) -> Non
     end_rank()
 
 
+def make_collection(rows: int, dim: int) -> EmbeddingBagCollection:
+    """Returns a collection of one table, before it is sharded."""
+    config = EmbeddingBagConfig(
+        name="t",
+        embedding_dim=dim,
+        num_embeddings=rows,
+        feature_names=["f"],
+    )
+    return EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+
+
+def make_rows(
+    model: DistributedModelParallel,
+    rows: int,
+    rank: int,
+    ranks: int,
+) -> None:
+    """Makes all rows of the table by training steps."""
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    for ids in order.split(BATCH):
+        rank_ids = ids[rank::ranks].contiguous()
+        lengths = torch.ones(len(rank_ids), dtype=torch.int32)
+        features = KeyedJaggedTensor(["f"], rank_ids, lengths=lengths)
+        values = model(features).values()
+        values.backward(torch.ones(values.shape))
+
+
 def main() -> None:
     """Runs the measurement and prints the JSON rows."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)

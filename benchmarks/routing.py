@@ -35,24 +35,28 @@ def imbalance(ids: torch.Tensor, ranks: int, routing: str) -> float:
     """
     if routing == "hash":
         ids = ops.mix_ids(ids, False)
+    block_size = -(-HINT // ranks)
     rows, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
         torch.tensor([len(ids)]),
         ids,
         bucketize_pos=False,
         sequence=False,
-        block_sizes=torch.tensor([-(-HINT // ranks)]),
+        block_sizes=torch.tensor([block_size]),
         my_size=ranks,
     )
-    return round(float(rows.max() / rows.float().mean()), 3)
+    mean_rows = rows.float().mean()
+    return round(float(rows.max() / mean_rows), 3)
 
 
 def criteo_ids(path: str) -> dict[str, torch.Tensor]:
     """Returns the distinct ids of each categorical feature with at least 1,000 ids."""
     ids_of_features: list[set[int]] = [set() for _ in range(26)]
-    with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as lines:
+    open_log = gzip.open if path.endswith(".gz") else open
+    with open_log(path, "rt") as lines:
         for line in lines:
-            fields = line.rstrip("\n").split("\t")[FIRST_CATEGORICAL:]
-            for ids, field in zip(ids_of_features, fields, strict=True):
+            fields = line.rstrip("\n").split("\t")
+            categorical = fields[FIRST_CATEGORICAL:]
+            for ids, field in zip(ids_of_features, categorical, strict=True):
                 ids.add(int(field, 16) if field else 0)
     large = {}
     for number, ids in enumerate(ids_of_features, start=1):
@@ -64,7 +68,8 @@ def criteo_ids(path: str) -> dict[str, torch.Tensor]:
 def main() -> None:
     """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--data", help="path of a Criteo log, plain or .gz")
@@ -78,7 +83,8 @@ def main() -> None:
         features = criteo_ids(arguments.data)
         patterns["criteo, most ids"] = max(features.values(), key=len)
         patterns["criteo, worst under hash"] = max(
-            features.values(), key=lambda ids: imbalance(ids, ranks, "hash")
+            features.values(),
+            key=lambda ids: imbalance(ids, ranks, "hash"),
         )
     for name, ids in patterns.items():
         emit(

@@ -31,10 +31,17 @@ from torchrec_recstore import RecStoreSharder
 
 ROWS = 100_000  # of each table
 BATCHES = 50
+FUSED_PARAMS = {
+    "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "learning_rate": 0.01,
+}
 
 
 def sharded(
-    sharder: EmbeddingBagCollectionSharder, device: str, dim: int, tables: int
+    sharder: EmbeddingBagCollectionSharder,
+    device: str,
+    dim: int,
+    tables: int,
 ) -> DistributedModelParallel:
     """Returns a sharded collection of tables with one feature each.
 
@@ -55,7 +62,9 @@ def sharded(
     ]
     collection = EmbeddingBagCollection(tables=configs, device=torch.device(device))
     return DistributedModelParallel(
-        collection, device=torch.device("cpu"), sharders=[sharder]
+        collection,
+        device=torch.device("cpu"),
+        sharders=[sharder],
     )
 
 
@@ -91,7 +100,8 @@ def step_of(
 def main() -> None:
     """Runs the measurement and prints the JSON row."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--dim", type=int, default=16)
@@ -102,16 +112,15 @@ def main() -> None:
     tables = arguments.tables
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
+            "gloo",
+            init_method=f"file://{Path(folder) / 'store'}",
+            rank=0,
+            world_size=1,
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    fused_params = {
-        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        "learning_rate": 0.01,
-    }
-    recstore_sharder = RecStoreSharder(fused_params=dict(fused_params))
-    stock_sharder = EmbeddingBagCollectionSharder(fused_params=dict(fused_params))
+    recstore_sharder = RecStoreSharder(fused_params=dict(FUSED_PARAMS))
+    stock_sharder = EmbeddingBagCollectionSharder(fused_params=dict(FUSED_PARAMS))
     recstore = sharded(recstore_sharder, "meta", dim, tables)
     stock = sharded(stock_sharder, "cpu", dim, tables)
     batches = torch.randint(0, ROWS, (BATCHES, tables * arguments.batch_size))
@@ -124,7 +133,10 @@ def main() -> None:
     timings = interleave(sides, arguments.steps // BATCHES, warm_up=2)
     # Ratios of consecutive turns, so that a drift of the machine's speed does not
     # matter.
-    speedup = spread(ratios(timings["stock"], timings["recstore"]), 1)
+    speedups = spread(ratios(timings["stock"], timings["recstore"]), 1)
+    step_us = {}
+    for name, side_timings in timings.items():
+        step_us[name] = spread(step_seconds(side_timings), 1e6)
     torch.set_num_threads(threads)
     emit(
         {
@@ -132,11 +144,9 @@ def main() -> None:
             "batch_size": arguments.batch_size,
             "dim": dim,
             "tables": tables,
-            "step_us_one_thread": {
-                name: spread(step_seconds(timings[name]), 1e6) for name in sides
-            },
+            "step_us_one_thread": step_us,
             "steps_per_second_over_stock": {
-                key: round(value, 3) for key, value in speedup.items()
+                key: round(value, 3) for key, value in speedups.items()
             },
         }
     )

@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from measure import clock, emit, interleave, spread
+from measure import clock, emit, interleave, ratios, spread, step_seconds
 
 from torchrec_recstore.store import Table
 
@@ -25,7 +25,10 @@ BATCH = 500
 
 
 def rates(
-    table: Table, dense: torch.Tensor, ids: torch.Tensor, steps: int
+    table: Table,
+    dense: torch.Tensor,
+    ids: torch.Tensor,
+    steps: int,
 ) -> dict[str, dict[str, float]]:
     """Measures ``steps`` passes through the batches of each side.
 
@@ -56,21 +59,23 @@ def rates(
         "dense": timed(lambda batch: torch.index_select(dense, 0, batch, out=out)),
     }
     timings = interleave(sides, steps, warm_up=1)
-    pairs = zip(timings["dense"], timings["table"], strict=True)
-    per_second = spread([1 / t[0] for t in timings["table"]], scale=1e-6)
-    over = spread([a[0] / b[0] for a, b in pairs], scale=1)
+    lookup_rates = [1 / seconds for seconds in step_seconds(timings["table"])]
+    per_second = spread(lookup_rates, scale=1e-6)
+    speedups = spread(ratios(timings["dense"], timings["table"]), scale=1)
     return {
         "million_ids_per_second": {
-            key: round(per_second[key], 2) for key in ("median", "p10")
+            "median": round(per_second["median"], 2),
+            "p10": round(per_second["p10"], 2),
         },
-        "over_index_select": {key: round(value, 3) for key, value in over.items()},
+        "over_index_select": {key: round(value, 3) for key, value in speedups.items()},
     }
 
 
 def main() -> None:
     """Runs the measurement and prints the JSON row."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", type=int, default=1_000_000)
     rows = parser.parse_args().rows
@@ -86,13 +91,14 @@ def main() -> None:
     }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for suffix, of in (("", rows), ("_10k_hot_rows", 10_000)):
+    hot_rows_of_suffix = {"": rows, "_10k_hot_rows": 10_000}
+    for suffix, num_hot in hot_rows_of_suffix.items():
         # The hot rows are anywhere in the table, and so they are in the dense tensor.
-        ids = torch.randperm(rows)[:of][torch.randint(0, of, (1000 * BATCH,))]
-        measured = rates(table, dense, ids, 20)
-        row[f"million_ids_per_second_one_thread{suffix}"] = measured[
-            "million_ids_per_second"
-        ]
+        hot_ids = torch.randperm(rows)[:num_hot]
+        places = torch.randint(0, num_hot, (1000 * BATCH,))
+        measured = rates(table, dense, hot_ids[places], 20)
+        per_second = measured["million_ids_per_second"]
+        row[f"million_ids_per_second_one_thread{suffix}"] = per_second
         row[f"over_index_select{suffix}"] = measured["over_index_select"]
     torch.set_num_threads(threads)
     emit(row)

@@ -66,12 +66,18 @@ def new_rows(case: Case) -> Callable[[int], float]:
     def side(i: int) -> float:
         nonlocal group
         if group is None or i % BATCHES == 0:  # so that the rows fit into memory
-            tables = [
-                Table(case.dim, optimizer=OPTIMIZERS["rowwise_adagrad"], name=f"n{j}")
-                for j in range(case.tables)
-            ]
+            tables = []
+            for number in range(case.tables):
+                table = Table(
+                    case.dim,
+                    optimizer=OPTIMIZERS["rowwise_adagrad"],
+                    name=f"n{number}",
+                )
+                tables.append(table)
             group = PooledGroup(tables, range(case.tables), "sum")
-        ids = (torch.arange(len(offsets) - 1) + (i % BATCHES) * len(offsets)) * 7919
+        first = (i % BATCHES) * len(offsets)
+        numbers = torch.arange(len(offsets) - 1) + first
+        ids = numbers * 7919
         begin = clock()
         group(ids, offsets, train=True)
         return clock() - begin
@@ -89,7 +95,10 @@ def options_of(bound: str, case: Case) -> TableOptions:
 
 
 def bounded(
-    bound: str, case: Case, batches: list[Batch], grads: dict[torch.Size, Tensor]
+    bound: str,
+    case: Case,
+    batches: list[Batch],
+    grads: dict[torch.Size, Tensor],
 ) -> Callable[[int], float]:
     """Returns a function that looks up a batch in tables with a bound.
 
@@ -97,17 +106,29 @@ def bounded(
     """
     optimizer = OPTIMIZERS["rowwise_adagrad"]
     options = options_of(bound, case)
-    tables = [
-        Table(case.dim, optimizer=optimizer, options=options, name=f"b{j}")
-        for j in range(case.tables)
-    ]
+    tables = []
+    for number in range(case.tables):
+        table = Table(
+            case.dim,
+            optimizer=optimizer,
+            options=options,
+            name=f"b{number}",
+        )
+        tables.append(table)
     group = PooledGroup(tables, range(case.tables), "sum")
 
     def side(i: int) -> float:
-        b = batches[i % BATCHES]
-        new = (torch.arange(len(b.ids)) + (i + 1) * len(b.ids)) * 7919
-        ids = torch.where(torch.arange(len(b.ids)) % 3 == 0, new, b.ids % case.batch)
-        forward_s, _ = step(lambda: group(ids, b.offsets, b.weights, train=True), grads)
+        batch = batches[i % BATCHES]
+        count = len(batch.ids)
+        places = torch.arange(count)
+        first_new = (i + 1) * count
+        new_ids = (places + first_new) * 7919
+        few_ids = batch.ids % case.batch
+        ids = torch.where(places % 3 == 0, new_ids, few_ids)
+        forward_s, _ = step(
+            lambda: group(ids, batch.offsets, batch.weights, train=True),
+            grads,
+        )
         return forward_s
 
     return side
@@ -143,17 +164,20 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
 
         def run(i: int) -> Timing:
             torch.set_num_threads(count)
-            b = batches[i % BATCHES]
+            batch = batches[i % BATCHES]
             # wakes the threads of this number
-            group(b.ids, b.offsets, b.weights, train=False)
-            return (
-                *step(lambda: group(b.ids, b.offsets, b.weights, train=True), grads),
-                grow(i),
-                *(bound_side(i) for bound_side in bounds),
-                save(tables[0]),
-                first_touch(case),
-                *bare(i),
+            group(batch.ids, batch.offsets, batch.weights, train=False)
+            forward_s, backward_s = step(
+                lambda: group(batch.ids, batch.offsets, batch.weights, train=True),
+                grads,
             )
+            seconds = [forward_s, backward_s, grow(i)]
+            for bound_side in bounds:
+                seconds.append(bound_side(i))
+            seconds.append(save(tables[0]))
+            seconds.append(first_touch(case))
+            seconds += bare(i)
+            return tuple(seconds)
 
         return run
 
@@ -162,9 +186,11 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
     timings = interleave(sides, steps, warm_up=9)
     rows = []
     for count in threads:
+        timings_of_count = timings[str(count)]
         row: dict[str, Any] = {"batch": case.batch, "threads": count}
         for place, part in enumerate(PARTS):
-            row[part] = spread([timing[place] for timing in timings[str(count)]])
+            part_seconds = [timing[place] for timing in timings_of_count]
+            row[part] = spread(part_seconds)
         rows.append(row)
     return rows
 
@@ -172,14 +198,12 @@ def measure(case: Case, threads: list[int], steps: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Runs the requested batch sizes and prints the speeds over one thread."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--threads",
-        default=",".join(
-            str(2**i) for i in range(torch.get_num_threads().bit_length())
-        ),
-    )
+    powers = range(torch.get_num_threads().bit_length())
+    all_threads = ",".join(str(2**power) for power in powers)
+    parser.add_argument("--threads", default=all_threads)
     parser.add_argument("--batches", default="8192,65536")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
@@ -190,11 +214,12 @@ def main() -> None:
         f"| --- | --- |{' --- |' * len(PARTS)}",
     ]
     for batch in arguments.batches.split(","):
-        rows = measure(
-            replace(CASES["criteo"], batch=int(batch), dim=arguments.dim),
-            threads,
-            arguments.steps,
+        case = replace(
+            CASES["criteo"],
+            batch=int(batch),
+            dim=arguments.dim,
         )
+        rows = measure(case, threads, arguments.steps)
         for row in rows:
             torch.set_num_threads(row["threads"])  # a condition that each row states
             emit({"benchmark": "threads", "dim": arguments.dim, **row})

@@ -30,7 +30,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,32 +85,45 @@ def fill(table: Table, ids: Tensor, batch: int) -> None:
 
 
 def ratio_of_means(
-    numerators: list[Timing], denominators: list[Timing]
+    numerators: list[Timing],
+    denominators: list[Timing],
 ) -> dict[str, float]:
     """Returns the ratios of the means over blocks of consecutive steps.
 
     Neither a drift of the machine's speed nor a single step changes these ratios much.
     """
+    numerator_s = step_seconds(numerators)
+    denominator_s = step_seconds(denominators)
     block_ratios = []
-    for begin in range(0, len(numerators) - BLOCK_STEPS + 1, BLOCK_STEPS):
-        block = slice(begin, begin + BLOCK_STEPS)
-        numerator = sum(step_seconds(numerators[block]))
-        denominator = sum(step_seconds(denominators[block]))
+    for number in range(len(numerators) // BLOCK_STEPS):
+        begin = number * BLOCK_STEPS
+        end = begin + BLOCK_STEPS
+        numerator = sum(numerator_s[begin:end])
+        denominator = sum(denominator_s[begin:end])
         block_ratios.append(numerator / denominator)
     return spread(block_ratios, 1)
 
 
 def batch_of(
-    step: int, hot: Tensor, batch: int, new: int, generator: torch.Generator
+    step: int,
+    hot: Tensor,
+    batch: int,
+    new: int,
+    generator: torch.Generator,
 ) -> Tensor:
     """Returns the ids of a step, (batch,): ids of ``hot``, and then new ones."""
     places = torch.randint(0, len(hot), (batch - new,), generator=generator)
-    new_ids = 2**40 + torch.arange(step * new, (step + 1) * new)
-    return torch.cat([hot[places], new_ids])
+    hot_ids = hot[places]
+    first_new = step * new
+    new_ids = 2**40 + torch.arange(first_new, first_new + new)
+    return torch.cat([hot_ids, new_ids])
 
 
 def group_steps(
-    table: Table, ids_of: Callable[[int], Tensor], offsets: Tensor, grad: Tensor
+    table: Table,
+    ids_of: Callable[[int], Tensor],
+    offsets: Tensor,
+    grad: Tensor,
 ) -> Side:
     """Returns a side that runs forward and backward of a group over one table."""
     group = PooledGroup([table], [0], "sum")
@@ -124,6 +137,23 @@ def group_steps(
     return step
 
 
+def eviction_tables(rows: int, dim: int) -> dict[str, Table]:
+    """Returns a table for each side of :func:`eviction`."""
+    options = {
+        "lru": TableOptions(max_rows=rows, eviction=LRU()),
+        "lfu": TableOptions(max_rows=rows, eviction=LFU(half_life_steps=100)),
+        "unbounded": TableOptions(),
+    }
+    tables = {}
+    for name, table_options in options.items():
+        tables[name] = Table(
+            dim,
+            optimizer=RowWiseAdagrad(),
+            options=table_options,
+        )
+    return tables
+
+
 def eviction(arguments: argparse.Namespace) -> None:
     """Measures the steps of a group and prints the JSON row."""
     rows = arguments.rows
@@ -135,15 +165,7 @@ def eviction(arguments: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(0)
     # ids that recur soon enough to stay
     hot = torch.randperm(rows // 2, generator=generator)
-    options = {
-        "lru": TableOptions(max_rows=rows, eviction=LRU()),
-        "lfu": TableOptions(max_rows=rows, eviction=LFU(half_life_steps=100)),
-        "unbounded": TableOptions(),
-    }
-    tables = {
-        name: Table(dim, optimizer=RowWiseAdagrad(), options=table_options)
-        for name, table_options in options.items()
-    }
+    tables = eviction_tables(rows, dim)
     offsets = torch.arange(batch + 1)
     grad = torch.randn(batch, dim, generator=generator) * 0.01
     batches: dict[int, Tensor] = {}
@@ -152,20 +174,23 @@ def eviction(arguments: argparse.Namespace) -> None:
         if step not in batches:
             batches.clear()
             ids = batch_of(step, hot, batch, new, generator)
-            batches[step] = ids[torch.randperm(batch, generator=generator)]
+            order = torch.randperm(batch, generator=generator)
+            batches[step] = ids[order]
         return batches[step]
 
     # The memory of the unbounded table has been touched too, so that the first touch of
     # memory is not compared.
-    fill(tables["unbounded"], torch.arange(-rows - (warm_up + steps) * new, 0), batch)
-    tables["unbounded"].remove(tables["unbounded"].ids()[1:])
-    for table in tables.values():
+    unbounded = tables["unbounded"]
+    most_rows = rows + (warm_up + steps) * new
+    fill(unbounded, torch.arange(-most_rows, 0), batch)
+    unbounded.remove(unbounded.ids()[1:])
+
+    misses_before = {}
+    sides = {}
+    for name, table in tables.items():
         fill(table, hot, batch)
-    misses_before = {name: table.stats().misses for name, table in tables.items()}
-    sides = {
-        name: group_steps(table, ids_of, offsets, grad)
-        for name, table in tables.items()
-    }
+        misses_before[name] = table.stats().misses
+        sides[name] = group_steps(table, ids_of, offsets, grad)
     timings = interleave(sides, steps, warm_up)
     step_ms = {}
     mean_step_ms = {}
@@ -197,7 +222,10 @@ def eviction(arguments: argparse.Namespace) -> None:
 
 
 def timed_steps(
-    rows: int, policy: LRU | LFU, batch: int, new: int
+    rows: int,
+    policy: LRU | LFU,
+    batch: int,
+    new: int,
 ) -> Iterator[tuple[bool, float]]:
     """Runs the steps of a full table.
 
@@ -221,8 +249,9 @@ def timed_steps(
         offsets,
         grad,
     )
+    steps = 3 * rows // 32 // new + 20
     evicted = table.stats().evicted
-    for step in range(3 * rows // 32 // new + 20):
+    for step in range(steps):
         (seconds,) = run_step(step)
         evicted_before = evicted
         evicted = table.stats().evicted
@@ -249,10 +278,13 @@ def pauses(arguments: argparse.Namespace) -> None:
             "batch": batch,
             "new_ids": new,
         }
-        for name, policy in {"lru": LRU(), "lfu": LFU(half_life_steps=100)}.items():
-            runs = [
-                list(timed_steps(rows, policy, batch, new)) for _ in range(PAUSES_RUNS)
-            ]
+        policies = {"lru": LRU(), "lfu": LFU(half_life_steps=100)}
+        for name, policy in policies.items():
+            runs = []
+            for _ in range(PAUSES_RUNS):
+                steps = timed_steps(rows, policy, batch, new)
+                runs.append(list(steps))
+
             all_steps = []
             evicting_steps = []
             for same_step in zip(*runs, strict=True):
@@ -261,6 +293,7 @@ def pauses(arguments: argparse.Namespace) -> None:
                 all_steps.append(seconds)
                 if evicts:
                     evicting_steps.append(seconds)
+
             max_over_median = max(all_steps) / statistics.median(all_steps)
             row[f"{name}_step_ms"] = spread(all_steps)
             row[f"{name}_evicting_step_ms"] = spread(evicting_steps)
@@ -292,14 +325,20 @@ def memory(arguments: argparse.Namespace) -> None:
 def bytes_of_table(options: TableOptions, ids: int, dim: int) -> int:
     """Returns the resident memory of a new table that has seen ``ids`` ids."""
     step = 20_000
-    table = Table(dim, optimizer=RowWiseAdagrad(), options=options)
+    table = Table(
+        dim,
+        optimizer=RowWiseAdagrad(),
+        options=options,
+    )
     batch = torch.empty(step, dtype=torch.int64)
     # allocates the buffers of a step, which then count before and after
     for _ in range(100):
-        table.lookup(batch.fill_(0), train=True)
+        batch.fill_(0)
+        table.lookup(batch, train=True)
     bytes_before = resident_bytes()
     for begin in range(1, ids, step):
-        table.lookup(torch.arange(begin, begin + step, out=batch), train=True)
+        torch.arange(begin, begin + step, out=batch)
+        table.lookup(batch, train=True)
     table_bytes = resident_bytes() - bytes_before
     table.close()
     return table_bytes
@@ -325,10 +364,15 @@ def make_batches(arguments: argparse.Namespace, count: int) -> list[Batch]:
             ranks = zipf(size, generator, arguments.exponent, population) - 1
             columns.append(id_at(ranks, feature))
         dense = torch.randn(size, NUM_DENSE, generator=generator)
-        labels = torch.randint(0, 2, (size,), generator=generator, dtype=torch.int32)
-        rows.append(
-            Rows(labels.numpy(), dense.numpy(), torch.stack(columns, 1).numpy())
+        labels = torch.randint(
+            0,
+            2,
+            (size,),
+            generator=generator,
+            dtype=torch.int32,
         )
+        ids = torch.stack(columns, 1)
+        rows.append(Rows(labels.numpy(), dense.numpy(), ids.numpy()))
     return list(batches_of_rank(rows))
 
 
@@ -351,7 +395,10 @@ class LimitedModel:
         filled: int,
     ) -> None:
         settings = settings_of(
-            "recstore", arguments.dim, arguments.batch_size, **bounds
+            "recstore",
+            arguments.dim,
+            arguments.batch_size,
+            **bounds,
         )
         self.model, optimizer = build(settings)
         self.model.train()
@@ -359,14 +406,20 @@ class LimitedModel:
         for module in self.model.modules():
             if hasattr(module, "recstore_tables"):
                 self.tables += module.recstore_tables()
+
         begin = clock()
-        batch = min(50_000, bounds.get("max_rows", filled) // 2)
+        max_rows = bounds.get("max_rows", filled)
+        batch = min(50_000, max_rows // 2)
         for feature, table in enumerate(self.tables):
-            ids = id_at(torch.arange(filled - 1, -1, -1), feature)
-            fill(table, ids, batch)
-        print(f"{bounds}: filled in {clock() - begin:.1f} s", file=sys.stderr)
+            ranks = torch.arange(filled - 1, -1, -1)
+            fill(table, id_at(ranks, feature), batch)
+        seconds = clock() - begin
+        print(f"{bounds}: filled in {seconds:.1f} s", file=sys.stderr)
+
         self._pipeline = RecStorePrefetchPipeline(
-            self.model, optimizer, torch.device("cpu")
+            self.model,
+            optimizer,
+            torch.device("cpu"),
         )
         self._batches: Iterator[Batch] = iter(batches)
         self._first_stats: dict[str, Any] = {}
@@ -429,44 +482,70 @@ def cold_reads(
         folder: The folder of the files, which are dropped from the page cache before
             each read. Default: None, they stay there.
     """
-    population = arguments.ids // NUM_IDS
-    reads = arguments.reads
     generator = torch.Generator().manual_seed(1)
     names = []
     for kind in tables:
         names += [f"{kind}_lookup", f"{kind}_store"]
     names.append("rocksdict")
-    sides = len(names)
+
     rates: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(2 * NUM_IDS if folder is None else NUM_IDS):
+    rounds = 2 * NUM_IDS if folder is None else NUM_IDS
+    for i in range(rounds):
         feature = i % NUM_IDS
-        ranks = torch.randperm(population, generator=generator)[: (sides + 2) * reads]
-        cold_ids = id_at(ranks, feature)
-        for tables_of_kind in tables.values():
-            cold_ids = ops.table_absent(tables_of_kind[feature].handle, cold_ids)
-        part_size = min(len(cold_ids) // sides, reads)
-        parts = cold_ids[: part_size * sides].split(part_size)
+        tables_of_feature = {kind: tables[kind][feature] for kind in tables}
+        parts = cold_parts(
+            tables_of_feature,
+            feature,
+            len(names),
+            arguments,
+            generator,
+        )
         # The order of the sides rotates, because the first side loads the table's
         # filters.
-        rotated_names = names[i % sides :] + names[: i % sides]
+        first = i % len(names)
+        rotated_names = names[first:] + names[:first]
         for part, name in zip(parts, rotated_names, strict=True):
             kind, _, way = name.partition("_")
-            table = tables["rocksdb" if name == "rocksdict" else kind][feature]
+            if name == "rocksdict":
+                kind = "rocksdb"
             if folder is not None:
                 forget(folder)
-            seconds = cold_read(table, part, way)
+            seconds = cold_read(tables_of_feature[kind], part, way)
             rates[name].append(len(part) / seconds)
-    result: dict[str, Any] = {
-        "reads": reads,
-        "rows_per_second": {name: spread(rates[name], 1) for name in names},
+
+    return {"reads": arguments.reads, **cold_figures(rates)}
+
+
+def cold_figures(rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Returns the rows per second of each side, and over those of rocksdict."""
+    figures: dict[str, Any] = {
+        "rows_per_second": {name: spread(rates[name], 1) for name in rates},
     }
-    for name in names[:-1]:
-        speedups = [
-            rate / rocksdict
-            for rate, rocksdict in zip(rates[name], rates["rocksdict"], strict=True)
-        ]
-        result[f"{name}_over_rocksdict"] = round(spread(speedups, 1)["median"], 3)
-    return result
+    for name, side_rates in rates.items():
+        if name != "rocksdict":
+            pairs = zip(side_rates, rates["rocksdict"], strict=True)
+            speedups = [rate / rocksdict for rate, rocksdict in pairs]
+            median = spread(speedups, 1)["median"]
+            figures[f"{name}_over_rocksdict"] = round(median, 3)
+    return figures
+
+
+def cold_parts(
+    tables: dict[str, Table],
+    feature: int,
+    sides: int,
+    arguments: argparse.Namespace,
+    generator: torch.Generator,
+) -> Sequence[Tensor]:
+    """Returns random ids that are cold in all tables, a part for each side."""
+    population = arguments.ids // NUM_IDS
+    order = torch.randperm(population, generator=generator)
+    ranks = order[: (sides + 2) * arguments.reads]
+    cold_ids = id_at(ranks, feature)
+    for table in tables.values():
+        cold_ids = ops.table_absent(table.handle, cold_ids)
+    part_size = min(len(cold_ids) // sides, arguments.reads)
+    return cold_ids[: part_size * sides].split(part_size)
 
 
 def cold_read(table: Table, ids: Tensor, way: str) -> float:
@@ -479,7 +558,9 @@ def cold_read(table: Table, ids: Tensor, way: str) -> float:
     """
     assert table.tier is not None
     store: Any = table.tier.store
-    keys: Any = None if way else split(id_bytes(ids))
+    keys: Any = None
+    if not way:
+        keys = split(id_bytes(ids))
     begin = clock()
     if way == "lookup":
         table.lookup(ids)
@@ -492,7 +573,8 @@ def cold_read(table: Table, ids: Tensor, way: str) -> float:
 
 def written_bytes() -> int:
     """Returns the bytes that this process has written."""
-    _, _, value = Path("/proc/self/io").read_text().partition("wchar: ")
+    counts = Path("/proc/self/io").read_text()
+    _, _, value = counts.partition("wchar: ")
     return int(value.split()[0])
 
 
@@ -507,7 +589,11 @@ def writes(arguments: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(rows, generator=generator) * 7919
     images = torch.randint(
-        0, 256, (batch, row_bytes), dtype=torch.uint8, generator=generator
+        0,
+        256,
+        (batch, row_bytes),
+        dtype=torch.uint8,
+        generator=generator,
     )
     result: dict[str, Any] = {
         "benchmark": "cold_writes",
@@ -515,55 +601,74 @@ def writes(arguments: argparse.Namespace) -> None:
         "row_bytes": row_bytes,
         "batch": batch,
     }
+    puts = 6 * rows // batch  # each row is written again six times
 
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        for kind, options in (
-            ("ssd", SSDStore(folder)),
-            ("rocksdb", RocksDBStore(folder)),
-        ):
+        stores = {"ssd": SSDStore(folder), "rocksdb": RocksDBStore(folder)}
+        for kind, options in stores.items():
             store = open_cold_store(options, name=kind, row_bytes=row_bytes)
             for part in ids.split(batch):
                 store.put(part, images[: len(part)])
-            puts = 6 * rows // batch  # each row is written again six times
-            put_rates = []
-            first_bytes = 0
-            for i in range(puts):
-                # the first half makes the garbage that a long run has
-                if i == puts // 2:
-                    first_bytes = written_bytes()
-                batch_ids = ids[torch.randperm(rows, generator=generator)[:batch]]
-                begin = clock()
-                store.put(batch_ids, images)
-                put_rates.append(batch / (clock() - begin))
-            changed_bytes = (puts - puts // 2) * batch * row_bytes
-            written_over_changed = (written_bytes() - first_bytes) / changed_bytes
-            result[f"{kind}_rows_per_second"] = spread(put_rates[puts // 2 :], 1)
+
+            # the first half makes the garbage that a long run has
+            put_random_rows(store, ids, images, puts // 2, generator)
+            first_bytes = written_bytes()
+            measured_puts = puts - puts // 2
+            put_rates = put_random_rows(store, ids, images, measured_puts, generator)
+
+            all_bytes = written_bytes() - first_bytes
+            changed_bytes = measured_puts * batch * row_bytes
+            written_over_changed = all_bytes / changed_bytes
+            result[f"{kind}_rows_per_second"] = spread(put_rates, 1)
             result[f"{kind}_written_over_changed"] = round(written_over_changed, 3)
             store.close()
     emit(result)
+
+
+def put_random_rows(
+    store: Any,
+    ids: Tensor,
+    images: Tensor,
+    puts: int,
+    generator: torch.Generator,
+) -> list[float]:
+    """Writes batches of random rows, and returns the rows per second of each."""
+    batch = len(images)
+    put_rates = []
+    for _ in range(puts):
+        places = torch.randperm(len(ids), generator=generator)[:batch]
+        batch_ids = ids[places]
+        begin = clock()
+        store.put(batch_ids, images)
+        put_rates.append(batch / (clock() - begin))
+    return put_rates
 
 
 def tiers(arguments: argparse.Namespace) -> None:
     """Measures the samples per second of DLRM and prints the JSON row."""
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         dist.init_process_group(
-            "gloo", init_method=f"file://{Path(folder) / 'group'}", rank=0, world_size=1
+            "gloo",
+            init_method=f"file://{Path(folder) / 'group'}",
+            rank=0,
+            world_size=1,
         )
         population = arguments.ids // NUM_IDS
         max_rows = int(SHARE * population)
         steps = arguments.steps // arguments.rounds
-        batches = make_batches(
-            arguments, arguments.warm_up + arguments.rounds * steps + AHEAD
-        )
+        count = arguments.warm_up + arguments.rounds * steps + AHEAD
+        batches = make_batches(arguments, count)
         lru = {"max_rows": max_rows, "eviction": "lru"}
-        ssd = {**lru, "cold_store": f"{folder}/cold"}
-        rocksdb = {**lru, "cold_store": f"rocksdb://{folder}/cold"}
-        sides = {
-            "dram": LimitedModel(arguments, {}, batches, filled=population),
-            "lost": LimitedModel(arguments, lru, batches, filled=max_rows),
-            "ssd": LimitedModel(arguments, ssd, batches, filled=population),
-            "rocksdb": LimitedModel(arguments, rocksdb, batches, filled=population),
+        bounds_of_sides: dict[str, dict[str, Any]] = {
+            "dram": {},
+            "lost": lru,
+            "ssd": {**lru, "cold_store": f"{folder}/cold"},
+            "rocksdb": {**lru, "cold_store": f"rocksdb://{folder}/cold"},
         }
+        sides = {}
+        for name, bounds in bounds_of_sides.items():
+            filled = max_rows if name == "lost" else population
+            sides[name] = LimitedModel(arguments, bounds, batches, filled)
         timings: dict[str, list[Timing]] = {name: [] for name in sides}
         # What lies in the page cache must not depend on which side was filled last.
         cache(Path(folder))
@@ -573,18 +678,14 @@ def tiers(arguments: argparse.Namespace) -> None:
         for _ in range(arguments.rounds):
             for name, side in sides.items():
                 timings[name].append((side.round(steps),))
-        samples = steps * arguments.batch_size
-        samples_per_second = {
-            name: spread(rates(timings[name], samples), 1) for name in sides
-        }
-        over_dram = {
-            name: spread(ratios(timings["dram"], timings[name]), 1)
-            for name in ("lost", "ssd", "rocksdb")
-        }
-        cold_tables = {name: sides[name].tables for name in ("ssd", "rocksdb")}
+
+        speeds = speed_figures(timings, steps * arguments.batch_size)
         hit_rates = {name: side.rates() for name, side in sides.items()}
-        cold_rows = sum(table.stats().cold_rows for table in sides["ssd"].tables)
+        cold_tables = {name: sides[name].tables for name in ("ssd", "rocksdb")}
+        cold_rows = sum(table.stats().cold_rows for table in cold_tables["ssd"])
         cache(Path(folder))
+        cached_reads = cold_reads(cold_tables, arguments)
+        disk_reads = cold_reads(cold_tables, arguments, Path(folder))
         emit(
             {
                 "benchmark": "tiers",
@@ -593,16 +694,11 @@ def tiers(arguments: argparse.Namespace) -> None:
                 "dim": arguments.dim,
                 "batch_size": arguments.batch_size,
                 "rows_in_dram": max_rows * NUM_IDS,
-                "samples_per_second": samples_per_second,
-                "lost_over_dram": over_dram["lost"],
-                "ssd_over_dram": over_dram["ssd"],
-                "rocksdb_over_dram": over_dram["rocksdb"],
+                **speeds,
                 "rates": hit_rates,
                 "cold_rows": cold_rows,
-                "cold_reads": cold_reads(cold_tables, arguments),
-                "cold_reads_from_disk": cold_reads(
-                    cold_tables, arguments, Path(folder)
-                ),
+                "cold_reads": cached_reads,
+                "cold_reads_from_disk": disk_reads,
             }
         )
         for side in sides.values():
@@ -610,22 +706,43 @@ def tiers(arguments: argparse.Namespace) -> None:
                 table.close()
 
 
-def main() -> None:
-    """Measures the requested parts."""
-    parts = {
-        "eviction": eviction,
-        "pauses": pauses,
-        "memory": memory,
-        "writes": writes,
-        "tiers": tiers,
-    }
+def speed_figures(
+    timings: dict[str, list[Timing]],
+    samples: int,
+) -> dict[str, Any]:
+    """Returns the samples per second of each side, and over those without limits."""
+    samples_per_second = {}
+    for name, side_timings in timings.items():
+        samples_per_second[name] = spread(rates(side_timings, samples), 1)
+    figures: dict[str, Any] = {"samples_per_second": samples_per_second}
+    for name in ("lost", "ssd", "rocksdb"):
+        speedups = ratios(timings["dram"], timings[name])
+        figures[f"{name}_over_dram"] = spread(speedups, 1)
+    return figures
+
+
+PARTS = {
+    "eviction": eviction,
+    "pauses": pauses,
+    "memory": memory,
+    "writes": writes,
+    "tiers": tiers,
+}
+
+
+def parsed_arguments() -> argparse.Namespace:
+    """Returns the arguments of the command."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--parts", default=",".join(parts))
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument(
-        "--steps", type=int, default=120, help="measured steps of each side"
+        "--steps",
+        type=int,
+        default=120,
+        help="measured steps of each side",
     )
     parser.add_argument(
         "--rows",
@@ -654,15 +771,23 @@ def main() -> None:
         help="number of rounds in which the sides of tiers alternate",
     )
     parser.add_argument(
-        "--reads", type=int, default=10_000, help="number of cold rows of a batch get"
+        "--reads",
+        type=int,
+        default=10_000,
+        help="number of cold rows of a batch get",
     )
     parser.add_argument(
         "--folder",
         help="folder for the cold rows; default: the folder for temporary files",
     )
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measures the requested parts."""
+    arguments = parsed_arguments()
     for part in arguments.parts.split(","):
-        parts[part](arguments)
+        PARTS[part](arguments)
     sys.stdout.flush()
     os._exit(0)  # the shutdown of gloo sometimes aborts (torch 2.13)
 
