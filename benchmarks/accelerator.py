@@ -39,7 +39,11 @@ def not_here(side: str, device: torch.device) -> str | None:
     return "unified memory needs CUDA" if side in UNIFIED else None
 
 
-def block(step: Callable[[int], None], steps: int, device: torch.device) -> float:
+def block(
+    step: Callable[[int], None],
+    steps: int,
+    device: torch.device,
+) -> float:
     """Runs steps and returns the seconds of one of them.
 
     The device is waited for only at the end.
@@ -53,17 +57,19 @@ def block(step: Callable[[int], None], steps: int, device: torch.device) -> floa
 
 
 def measure(
-    name: str, arguments: argparse.Namespace, device: torch.device
+    name: str,
+    arguments: argparse.Namespace,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Returns the figures of one side."""
     gc.collect()  # the tables of the side before
     shape = Shape(
-        arguments.tables,
-        arguments.dim,
-        arguments.batch_size,
-        arguments.rows,
-        device,
-        arguments.zipf,
+        tables=arguments.tables,
+        dim=arguments.dim,
+        batch_size=arguments.batch_size,
+        rows=arguments.rows,
+        device=device,
+        has_zipf_ids=arguments.zipf,
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -76,27 +82,15 @@ def measure(
     for _ in range(arguments.rounds):
         step_s.append(block(step, arguments.steps, device))
         dense_s.append(block(dense, arguments.steps, device))
-    over_dense = [
-        seconds / alone for seconds, alone in zip(step_s, dense_s, strict=True)
-    ]
+    over_dense = []
+    for seconds, alone_s in zip(step_s, dense_s, strict=True):
+        over_dense.append(seconds / alone_s)
 
     def steps() -> None:
         for i in range(arguments.steps):
             step(i)
 
     timeline = traced(steps, device)
-
-    def per_step(counts: dict[str, int]) -> dict[str, float]:
-        return {key: round(count / arguments.steps, 1) for key, count in counts.items()}
-
-    def copies_per_step(copies: Copies) -> dict[str, float]:
-        return per_step(
-            {
-                "count": len(copies.sizes),
-                "bytes": sum(copies.sizes),
-                "pageable": copies.pageable,
-            }
-        )
 
     device_bytes = None
     if device.type == "cuda":
@@ -106,11 +100,59 @@ def measure(
         "dense_ms": spread(dense_s),
         "step_over_dense_alone": round(spread(over_dense, 1)["median"], 3),
         "device_bytes": device_bytes,
-        "up": copies_per_step(timeline.up),
-        "down": copies_per_step(timeline.down),
+        "up": _copies_per_step(timeline.up, arguments.steps),
+        "down": _copies_per_step(timeline.down, arguments.steps),
         "overlap": timeline.overlap,
-        "waits": per_step(timeline.waits),
+        "waits": _per_step(timeline.waits, arguments.steps),
     }
+
+
+def _per_step(counts: dict[str, int], steps: int) -> dict[str, float]:
+    rounded = {}
+    for key, count in counts.items():
+        rounded[key] = round(count / steps, 1)
+    return rounded
+
+
+def _copies_per_step(copies: Copies, steps: int) -> dict[str, float]:
+    counts = {
+        "count": len(copies.sizes),
+        "bytes": sum(copies.sizes),
+        "pageable": copies.pageable,
+    }
+    return _per_step(counts, steps)
+
+
+def _parser(about: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="cpu: test the script",
+    )
+    parser.add_argument("--sides", default=",".join(SIDES), help="the sides to measure")
+    parser.add_argument("--tables", type=int, default=26)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=8192)
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=1_000_000,
+        help="the rows of each table",
+    )
+    parser.add_argument(
+        "--zipf",
+        action="store_true",
+        help="ids with Zipf's distribution, 1.05",
+    )
+    parser.add_argument("--steps", type=int, default=10, help="the steps of a round")
+    parser.add_argument("--rounds", type=int, default=12)
+    return parser
 
 
 def main(about: str | None) -> int:
@@ -118,24 +160,7 @@ def main(about: str | None) -> int:
 
     Returns the exit status: 1 if there is no device, or if a side failed.
     """
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: test the script"
-    )
-    parser.add_argument("--sides", default=",".join(SIDES), help="the sides to measure")
-    parser.add_argument("--tables", type=int, default=26)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=8192)
-    parser.add_argument(
-        "--rows", type=int, default=1_000_000, help="the rows of each table"
-    )
-    parser.add_argument(
-        "--zipf", action="store_true", help="ids with Zipf's distribution, 1.05"
-    )
-    parser.add_argument("--steps", type=int, default=10, help="the steps of a round")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser = _parser(about)
     arguments = parser.parse_args()
     sides = arguments.sides.split(",")
     for side in sides:

@@ -5,9 +5,9 @@ A side makes its tables and returns a function that runs training step ``i``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -80,13 +80,20 @@ class DensePart(nn.Module):
         self.register_buffer("pairs", pairs, persistent=False)
         self.to(shape.device)
 
-    def forward(self, dense: Tensor, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        self,
+        dense: Tensor,
+        embeddings: Tensor,
+        labels: Tensor,
+    ) -> Tensor:
         """Returns the loss, ()."""
         bottom = self.bottom(dense)
         vectors = torch.cat([bottom[:, None], embeddings], 1)
         all_products = torch.bmm(vectors, vectors.transpose(1, 2))
-        products = all_products[:, self.pairs[0], self.pairs[1]]
-        logits = self.top(torch.cat([bottom, products], 1)).squeeze(1)
+        first, second = self.pairs
+        products = all_products[:, first, second]
+        top_inputs = torch.cat([bottom, products], 1)
+        logits = self.top(top_inputs).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
@@ -109,7 +116,8 @@ def batches(shape: Shape) -> list[HostBatch]:
             ids = zipf(num_ids, generator, population=shape.rows) - 1
         else:
             ids = torch.randint(0, shape.rows, (num_ids,), generator=generator)
-        labels = torch.randint(0, 2, (shape.batch_size,), generator=generator).float()
+        clicks = torch.randint(0, 2, (shape.batch_size,), generator=generator)
+        labels = clicks.float()
         if shape.device.type != "cpu":
             dense = dense.pin_memory()
             ids = ids.pin_memory()
@@ -150,7 +158,8 @@ def dense_alone(shape: Shape) -> Step:
 
 
 def _fill(table: Table, shape: Shape) -> None:
-    for part in torch.randperm(shape.rows).split(1 << 20):
+    ids = torch.randperm(shape.rows)
+    for part in ids.split(1 << 20):
         table.lookup(part, train=True)
 
 
@@ -171,7 +180,11 @@ def with_device_rows(percent: int) -> Callable[[Shape], Step]:
 
 def _trained_by_group(shape: Shape, device_rows: int) -> Step:
     tables = [
-        Table(shape.dim, optimizer=RowWiseAdagrad(LEARNING_RATE), name=f"t{i}")
+        Table(
+            shape.dim,
+            optimizer=RowWiseAdagrad(LEARNING_RATE),
+            name=f"t{i}",
+        )
         for i in range(shape.tables)
     ]
     for table in tables:
@@ -180,10 +193,18 @@ def _trained_by_group(shape: Shape, device_rows: int) -> Step:
     if device_rows:
         pooled.put_on_device(shape.device, [device_rows] * shape.tables)
     offsets = torch.arange(shape.tables * shape.batch_size + 1)
-    to = None if shape.device.type == "cpu" else CopyTarget(shape.device, torch.float32)
+    to = None
+    if shape.device.type != "cpu":
+        to = CopyTarget(shape.device, torch.float32)
 
     def embeddings(batch: HostBatch) -> Tensor:
-        out = pooled(batch.ids, offsets, None, train=True, to=to)
+        out = pooled(
+            batch.ids,
+            offsets,
+            None,
+            train=True,
+            to=to,
+        )
         return out.view(shape.batch_size, shape.tables, shape.dim)
 
     return _trained(shape, embeddings)
@@ -210,7 +231,9 @@ def eager(shape: Shape) -> Step:
     def embeddings(batch: HostBatch) -> Tensor:
         ids = batch.ids.to(shape.device, non_blocking=True)
         ids_of_bags = ids.view(shape.tables, shape.batch_size, 1)
-        pooled = [bag(bag_ids) for bag, bag_ids in zip(bags, ids_of_bags, strict=True)]
+        pooled = []
+        for bag, bag_ids in zip(bags, ids_of_bags, strict=True):
+            pooled.append(bag(bag_ids))
         return torch.stack(pooled, 1)
 
     return _trained(shape, embeddings)
@@ -229,13 +252,15 @@ class _Model(nn.Module):
         self._shape = (shape.tables, shape.dim)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        embeddings = self.ebc(batch.sparse_features).values().view(-1, *self._shape)
+        pooled = self.ebc(batch.sparse_features).values()
+        embeddings = pooled.view(-1, *self._shape)
         loss = self.part(batch.dense_features, embeddings, batch.labels)
         return loss, loss.detach()
 
 
 def _torchrec(
-    shape: Shape, compute_kernel: str | None
+    shape: Shape,
+    compute_kernel: str | None,
 ) -> tuple[Any, torch.optim.Optimizer, list[Any]]:
     """Returns a sharded model, the optimizer of its dense part, and TorchRec's batches,
     on the host.
@@ -244,10 +269,39 @@ def _torchrec(
         shape: The sizes.
         compute_kernel: TorchRec's compute kernel, or None for RecStore.
     """
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+    model = _sharded_model(shape, compute_kernel)
+    if compute_kernel is None:
+        for table in model.module.ebc.recstore_tables():
+            _fill(table, shape)
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    optimizer = torch.optim.SGD(dense.values(), lr=LEARNING_RATE)
+    return model, optimizer, _torchrec_batches(shape)
+
+
+def _torchrec_batches(shape: Shape) -> list[Any]:
+    """Returns the batches as TorchRec's, on the host."""
+    from torchrec import KeyedJaggedTensor
+    from torchrec.datasets.utils import Batch
+
+    names = [f"f{i}" for i in range(shape.tables)]
+    lengths = torch.ones(shape.tables * shape.batch_size, dtype=torch.int32)
+    torchrec_batches = []
+    for host_batch in batches(shape):
+        features = KeyedJaggedTensor(names, host_batch.ids, lengths=lengths)
+        batch = Batch(host_batch.dense, features, host_batch.labels)
+        if shape.device.type != "cpu":
+            batch = batch.pin_memory()
+        torchrec_batches.append(batch)
+    return torchrec_batches
+
+
+def _sharded_model(shape: Shape, compute_kernel: str | None) -> Any:
+    """Returns the model with sharded tables; see :func:`_torchrec`."""
     import torch.distributed as dist
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-    from torchrec.datasets.utils import Batch
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
@@ -256,35 +310,34 @@ def _torchrec(
         table_wise,
     )
     from torchrec.distributed.types import ShardingPlan
-    from torchrec.optim.optimizers import in_backward_optimizer_filter
 
     from torchrec_recstore import RecStorePlanner, RecStoreSharder
 
-    names = [f"f{i}" for i in range(shape.tables)]
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t_{n}",
+    tables = []
+    for i in range(shape.tables):
+        config = EmbeddingBagConfig(
+            name=f"t_f{i}",
             embedding_dim=shape.dim,
             num_embeddings=shape.rows,
-            feature_names=[n],
+            feature_names=[f"f{i}"],
         )
-        for n in names
-    ]
-    module = _Model(shape, EmbeddingBagCollection(tables, device=torch.device("meta")))
+        tables.append(config)
+    collection = EmbeddingBagCollection(tables, device=torch.device("meta"))
+    module = _Model(shape, collection)
     params = {
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         "learning_rate": LEARNING_RATE,
     }
     if compute_kernel is None:
         sharder: Any = RecStoreSharder(fused_params=params)
-        planner = RecStorePlanner(topology=Topology(world_size=1, compute_device="cpu"))
+        topology = Topology(world_size=1, compute_device="cpu")
+        planner = RecStorePlanner(topology=topology)
         plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
     else:
         sharder = EmbeddingBagCollectionSharder(fused_params=params)
-        placed = {
-            table.name: table_wise(rank=0, compute_kernel=compute_kernel)
-            for table in tables
-        }
+        placed = {}
+        for table in tables:
+            placed[table.name] = table_wise(rank=0, compute_kernel=compute_kernel)
         of_module = construct_module_sharding_plan(
             module.ebc,
             placed,
@@ -294,22 +347,12 @@ def _torchrec(
             device_type=shape.device.type,
         )
         plan = ShardingPlan({"ebc": of_module})
-    model = DistributedModelParallel(
-        module, plan=plan, sharders=[sharder], device=shape.device
+    return DistributedModelParallel(
+        module,
+        plan=plan,
+        sharders=[sharder],
+        device=shape.device,
     )
-    if compute_kernel is None:
-        for table in model.module.ebc.recstore_tables():
-            _fill(table, shape)
-    dense = dict(in_backward_optimizer_filter(model.named_parameters())).values()
-    lengths = torch.ones(shape.tables * shape.batch_size, dtype=torch.int32)
-    torchrec_batches = []
-    for host_batch in batches(shape):
-        features = KeyedJaggedTensor(names, host_batch.ids, lengths=lengths)
-        batch = Batch(host_batch.dense, features, host_batch.labels)
-        if shape.device.type != "cpu":
-            batch = batch.pin_memory()
-        torchrec_batches.append(batch)
-    return model, torch.optim.SGD(dense, lr=LEARNING_RATE), torchrec_batches
 
 
 def sharded(compute_kernel: str | None) -> Callable[[Shape], Step]:
@@ -319,11 +362,12 @@ def sharded(compute_kernel: str | None) -> Callable[[Shape], Step]:
     """
 
     def side(shape: Shape) -> Step:
-        model, optimizer, host = _torchrec(shape, compute_kernel)
+        model, optimizer, host_batches = _torchrec(shape, compute_kernel)
 
         def step(i: int) -> None:
             optimizer.zero_grad(set_to_none=True)
-            batch = host[i % len(host)].to(shape.device, non_blocking=True)
+            host_batch = host_batches[i % len(host_batches)]
+            batch = host_batch.to(shape.device, non_blocking=True)
             loss, _ = model(batch)
             loss.backward()
             optimizer.step()
@@ -340,10 +384,10 @@ def pipeline(shape: Shape) -> Step:
     """
     from torchrec_recstore import RecStorePrefetchPipeline
 
-    model, optimizer, host = _torchrec(shape, None)
-    trains = RecStorePrefetchPipeline(model, optimizer, shape.device)
-    endless: Iterator[Any] = (host[i % len(host)] for i in count())
-    return lambda i: trains.progress(endless)
+    model, optimizer, host_batches = _torchrec(shape, None)
+    train_pipeline = RecStorePrefetchPipeline(model, optimizer, shape.device)
+    endless = cycle(host_batches)
+    return lambda i: train_pipeline.progress(endless)
 
 
 SIDES: dict[str, Callable[[Shape], Step]] = {

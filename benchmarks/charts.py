@@ -39,10 +39,19 @@ def draw(rows: list[dict[str, Any]]) -> None:
         _memory(memory[-1])
 
 
-def _bars(axes: Axes, names: list[str], values: list[float], unit: str) -> None:
+def _bars(
+    axes: Axes,
+    names: list[str],
+    values: list[float],
+    unit: str,
+) -> None:
     colors = [OURS if name.startswith("RecStore") else THEIRS for name in names]
     bars = axes.barh(names, values, color=colors)
-    axes.bar_label(bars, [f"{value:.1f} {unit}" for value in values], padding=3)
+    axes.bar_label(
+        bars,
+        [f"{value:.1f} {unit}" for value in values],
+        padding=3,
+    )
     axes.set_xlim(0, 1.2 * max(values))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
@@ -50,17 +59,20 @@ def _bars(axes: Axes, names: list[str], values: list[float], unit: str) -> None:
 
 def _speed(row: dict[str, Any]) -> None:
     figure, axes = plt.subplots(figsize=(7.2, 2.4), layout="constrained")
+    parts = {"lookup": "forward_ms", "lookup and update": "total_ms"}
+    sides = {"recstore": "RecStore", "fbgemm": "FBGEMM (FUSED)"}
     names = []
     values = []
-    for part, key in (("lookup", "forward_ms"), ("lookup and update", "total_ms")):
-        for side, name in (("recstore", "RecStore"), ("fbgemm", "FBGEMM (FUSED)")):
+    for part, key in parts.items():
+        for side, name in sides.items():
             names.append(f"{name}: {part}")
-            values.append(row[side][key]["median"])
+            milliseconds = row[side][key]
+            values.append(milliseconds["median"])
     _bars(axes, names, values, "ms")
     axes.set_xlabel("milliseconds, median")
+    processor = machine(row["cpu"])
     figure.suptitle(
-        f"{row['ids']:,} ids of 26 tables, dim 64, row-wise Adagrad,"
-        f" {machine(row['cpu'])}",
+        f"{row['ids']:,} ids of 26 tables, dim 64, row-wise Adagrad, {processor}",
         fontsize=10,
     )
     figure.savefig(SPEED, dpi=150, facecolor="white")
@@ -75,7 +87,8 @@ def _memory(row: dict[str, Any]) -> None:
     _bars(axes, names, values, "B")
     axes.set_xlabel("bytes a row")
     axes.set_title(
-        f"a table of {row['rows']:,} rows of dim 64, row-wise Adagrad", fontsize=10
+        f"a table of {row['rows']:,} rows of dim 64, row-wise Adagrad",
+        fontsize=10,
     )
     figure.savefig(MEMORY, dpi=150, facecolor="white")
     plt.close(figure)

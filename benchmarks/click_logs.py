@@ -78,18 +78,21 @@ def movielens(folder: str) -> ClickLog:
 
     The label is whether the rating is at least 4.
     """
+    compressed = (Path(folder) / "ml-100k.inter.gz").read_bytes()
     ratings = pl.read_csv(
-        gzip.decompress((Path(folder) / "ml-100k.inter.gz").read_bytes()),
+        gzip.decompress(compressed),
         separator="\t",
         quote_char=None,
     )
     ratings = ratings.sort("timestamp:float", maintain_order=True)
-    ids = [ratings["user_id:token"].to_numpy(), ratings["item_id:token"].to_numpy()]
+    users = ratings["user_id:token"].to_numpy()
+    items = ratings["item_id:token"].to_numpy()
+    ids = np.stack([users, items]).astype(np.int64)
     labels = (ratings["rating:float"] >= GOOD_RATING).to_numpy()
     return ClickLog(
         name="movielens",
         features=("user", "item"),
-        ids=torch.from_numpy(np.stack(ids).astype(np.int64)),
+        ids=torch.from_numpy(ids),
         dense=torch.ones(len(labels), 1),
         labels=torch.from_numpy(labels).float(),
     )
@@ -103,24 +106,33 @@ def games(path: str) -> ClickLog:
     followed by one of the same user with label 0, with an item that is drawn from all
     interactions.
     """
-    text = Path(path).read_text().split()
-    pairs = np.array(text, dtype=np.int64).reshape(-1, 2)
+    numbers = Path(path).read_text().split()
+    pairs = np.array(numbers, dtype=np.int64).reshape(-1, 2)
+    count = len(pairs)
     users = pairs[:, 0]
     is_first = np.append(True, users[1:] != users[:-1])
     begins = np.flatnonzero(is_first)
-    turn = np.arange(len(users)) - begins[np.cumsum(is_first) - 1]
-    generator = np.random.default_rng(0)
+    number_of_user = np.cumsum(is_first) - 1
+    turns = np.arange(count) - begins[number_of_user]
+
     # Users of the same turn are in a random order.
-    order = np.lexsort((generator.permutation(len(users)), turn))
+    generator = np.random.default_rng(0)
+    random_places = generator.permutation(count)
+    order = np.lexsort((random_places, turns))
     pairs = pairs[order]
+    users = pairs[:, 0]
+    items = pairs[:, 1]
+
     # Items of earlier interactions alone, so that a negative does not tell of an item
     # that appears later.
-    earlier = (generator.random(len(pairs)) * np.arange(1, len(pairs) + 1)).astype(int)
-    ids = np.empty((2, 2 * len(pairs)), dtype=np.int64)
-    ids[0] = pairs[:, 0].repeat(2)
-    ids[1, 0::2] = pairs[:, 1]
-    ids[1, 1::2] = pairs[earlier, 1]
-    labels = np.tile(np.array([1.0, 0.0], dtype=np.float32), len(pairs))
+    earlier = generator.random(count) * np.arange(1, count + 1)
+    negatives = items[earlier.astype(int)]
+    ids = np.empty((2, 2 * count), dtype=np.int64)
+    ids[0] = users.repeat(2)
+    ids[1, 0::2] = items
+    ids[1, 1::2] = negatives
+    labels_of_pair = np.array([1.0, 0.0], dtype=np.float32)
+    labels = np.tile(labels_of_pair, count)
     return ClickLog(
         name="games",
         features=("user", "item"),
@@ -140,20 +152,29 @@ def stream() -> ClickLog:
     """
     generator = np.random.default_rng(1)
     weights = 1 / np.arange(1, STREAM_PLACES + 1)
-    places = generator.choice(STREAM_PLACES, STREAM_SAMPLES, p=weights / weights.sum())
+    shares = weights / weights.sum()
+    places = generator.choice(STREAM_PLACES, STREAM_SAMPLES, p=shares)
     begins = generator.integers(0, STREAM_LIFE, STREAM_PLACES)
-    turns = (np.arange(STREAM_SAMPLES) + begins[places]) // STREAM_LIFE
+    moments = np.arange(STREAM_SAMPLES) + begins[places]
+    turns = moments // STREAM_LIFE
     items = turns * STREAM_PLACES + places
     users = generator.zipf(1.3, STREAM_SAMPLES) % STREAM_USERS
-    item_vectors = generator.normal(size=(int(items.max()) + 1, 5))
+
+    num_items = int(items.max()) + 1
+    item_vectors = generator.normal(size=(num_items, 5))
     user_vectors = generator.normal(size=(STREAM_USERS, 4))
-    products = (item_vectors[items, :4] * user_vectors[users]).sum(axis=1)
-    logits = 0.5 * products + 1.5 * item_vectors[items, 4] - 1.0
-    labels = generator.random(STREAM_SAMPLES) < 1 / (1 + np.exp(-logits))
+    tastes = item_vectors[items, :4] * user_vectors[users]
+    popularity = item_vectors[items, 4]
+    logits = 0.5 * tastes.sum(axis=1) + 1.5 * popularity - 1.0
+    probabilities = 1 / (1 + np.exp(-logits))
+    labels = generator.random(STREAM_SAMPLES) < probabilities
+
     # Raw ids are 63 bits of a hash; an odd factor modulo 2**63 is one-to-one.
     factor = np.int64(0x1E3779B97F4A7C15)
     with np.errstate(over="ignore"):
-        ids = np.stack([users.astype(np.int64) * factor, items * factor])
+        user_ids = users.astype(np.int64) * factor
+        item_ids = items * factor
+    ids = np.stack([user_ids, item_ids])
     return ClickLog(
         name="stream",
         features=("user", "item"),

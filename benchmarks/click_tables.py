@@ -79,7 +79,8 @@ def counted(ids: Tensor) -> list[Tensor]:
     ranked = []
     for feature_ids in ids:
         values, counts = feature_ids.unique(return_counts=True)
-        ranked.append(values[counts.argsort(descending=True, stable=True)])
+        order = counts.argsort(descending=True, stable=True)
+        ranked.append(values[order])
     return ranked
 
 
@@ -92,24 +93,40 @@ class FixedRows(nn.Module):
         lr: The learning rate.
     """
 
-    def __init__(self, rows: Sequence[int], dim: int, lr: float = LR) -> None:
+    def __init__(
+        self,
+        rows: Sequence[int],
+        dim: int,
+        lr: float = LR,
+    ) -> None:
         super().__init__()
         self.rows = torch.tensor(rows)
         self.dim = dim
+        specs = []
+        for count in rows:
+            spec = (
+                count,
+                dim,
+                EmbeddingLocation.HOST,
+                ComputeDevice.CPU,
+            )
+            specs.append(spec)
         self.kernel = SplitTableBatchedEmbeddingBagsCodegen(
-            [(count, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for count in rows],
+            specs,
             optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=lr,
             eps=EPS,
         )
         for weights in self.kernel.split_embedding_weights():
-            nn.init.uniform_(weights, -(len(weights) ** -0.5), len(weights) ** -0.5)
+            bound = len(weights) ** -0.5
+            nn.init.uniform_(weights, -bound, bound)
 
     def forward(self, places: Tensor) -> Tensor:
         """Returns the rows (B, T, dim) at the places (T, B) int64 of the tables."""
+        num_features, batch = places.shape
         offsets = torch.arange(places.numel() + 1)
         pooled = self.kernel(places.reshape(-1), offsets)
-        return pooled.view(places.shape[1], len(self.rows), self.dim)
+        return pooled.view(batch, num_features, self.dim)
 
     def memory_bytes(self) -> int:
         """Returns the bytes of the rows and their state."""
@@ -120,7 +137,8 @@ class FixedRows(nn.Module):
         """Makes new rows at places (N,) int64 of a table."""
         weights = self.kernel.split_embedding_weights()[table]
         bound = len(weights) ** -0.5
-        weights[places] = torch.empty(len(places), self.dim).uniform_(-bound, bound)
+        new_rows = torch.empty(len(places), self.dim)
+        weights[places] = new_rows.uniform_(-bound, bound)
         (state,) = self.kernel.split_optimizer_states()[table]
         state[places] = 0
 
@@ -136,13 +154,19 @@ class Modulo(nn.Module):
 
     passes = 1
 
-    def __init__(self, rows: Sequence[int], dim: int, lr: float = LR) -> None:
+    def __init__(
+        self,
+        rows: Sequence[int],
+        dim: int,
+        lr: float = LR,
+    ) -> None:
         super().__init__()
         self.tables = FixedRows(rows, dim, lr)
 
     def forward(self, ids: Tensor) -> Tensor:
         """See :class:`Tables`."""
-        rows: Tensor = self.tables(ids % self.tables.rows.unsqueeze(1))
+        places = ids % self.tables.rows.unsqueeze(1)
+        rows: Tensor = self.tables(places)
         return rows
 
     def memory_bytes(self) -> int:
@@ -193,9 +217,12 @@ class Vocabulary(nn.Module):
 
         The place of an id that is not in the vocabulary is 0.
         """
-        known = self.ids[feature]
-        at = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
-        return torch.where(known[at] == ids, self.places[feature][at], 0)
+        vocabulary = self.ids[feature]
+        places = self.places[feature]
+        numbers = torch.searchsorted(vocabulary, ids)
+        numbers.clamp_(max=len(vocabulary) - 1)
+        has_place = vocabulary[numbers] == ids
+        return torch.where(has_place, places[numbers], 0)
 
     def renew(self, feature: int, vocabulary: Tensor) -> None:
         """Changes the vocabulary of a feature.
@@ -206,10 +233,13 @@ class Vocabulary(nn.Module):
         ordered, _ = vocabulary.sort()
         places = self.find(feature, ordered)
         is_new = places == 0
-        is_free = torch.ones(int(self.tables.rows[feature]), dtype=torch.bool)
+        num_new = int(is_new.sum())
+        num_rows = int(self.tables.rows[feature])
+        is_free = torch.ones(num_rows, dtype=torch.bool)
         is_free[0] = False
         is_free[places] = False
-        new_places = is_free.nonzero().squeeze(1)[: int(is_new.sum())]
+        free_places = is_free.nonzero().squeeze(1)
+        new_places = free_places[:num_new]
         places[is_new] = new_places
         self.tables.reset(feature, new_places)
         self.ids[feature] = ordered
@@ -221,7 +251,8 @@ class Vocabulary(nn.Module):
         The vocabulary is the least that finds a place: the ids in order, 8 bytes each.
         """
         vocabulary_rows = int((self.tables.rows - 1).sum())
-        return self.tables.memory_bytes() + ID_BYTES * vocabulary_rows
+        vocabulary_bytes = ID_BYTES * vocabulary_rows
+        return self.tables.memory_bytes() + vocabulary_bytes
 
 
 class VocabularyOrModulo(nn.Module):
@@ -235,30 +266,43 @@ class VocabularyOrModulo(nn.Module):
 
     passes = 2
 
-    def __init__(self, ranked: Sequence[Tensor], dim: int, limit: int) -> None:
+    def __init__(
+        self,
+        ranked: Sequence[Tensor],
+        dim: int,
+        limit: int,
+    ) -> None:
         super().__init__()
         self.ids: list[Tensor | None] = []
         rows = []
         for ids in ranked:
-            has_vocabulary = len(ids) <= limit
-            self.ids.append(ids.sort()[0] if has_vocabulary else None)
-            rows.append(len(ids) + 1 if has_vocabulary else limit)
+            if len(ids) <= limit:
+                ordered, _ = ids.sort()
+                self.ids.append(ordered)
+                rows.append(len(ids) + 1)
+            else:
+                self.ids.append(None)
+                rows.append(limit)
         self.tables = FixedRows(rows, dim)
 
     def forward(self, ids: Tensor) -> Tensor:
         """See :class:`Tables`."""
         places = ids % self.tables.rows.unsqueeze(1)
-        for feature, known in enumerate(self.ids):
-            if known is not None:
-                at = torch.searchsorted(known, ids[feature]).clamp_(max=len(known) - 1)
-                places[feature] = torch.where(known[at] == ids[feature], at + 1, 0)
+        for feature, vocabulary in enumerate(self.ids):
+            if vocabulary is not None:
+                feature_ids = ids[feature]
+                numbers = torch.searchsorted(vocabulary, feature_ids)
+                numbers.clamp_(max=len(vocabulary) - 1)
+                has_place = vocabulary[numbers] == feature_ids
+                places[feature] = torch.where(has_place, numbers + 1, 0)
         rows: Tensor = self.tables(places)
         return rows
 
     def memory_bytes(self) -> int:
         """See :class:`Tables`."""
         vocabulary_ids = sum(len(ids) for ids in self.ids if ids is not None)
-        return self.tables.memory_bytes() + ID_BYTES * vocabulary_ids
+        vocabulary_bytes = ID_BYTES * vocabulary_ids
+        return self.tables.memory_bytes() + vocabulary_bytes
 
 
 class QuotientRemainder(nn.Module):
@@ -276,10 +320,17 @@ class QuotientRemainder(nn.Module):
 
     passes = 1
 
-    def __init__(self, distinct: Sequence[int], dim: int, limit: int) -> None:
+    def __init__(
+        self,
+        distinct: Sequence[int],
+        dim: int,
+        limit: int,
+    ) -> None:
         super().__init__()
         self.is_split = torch.tensor(distinct) > 2 * limit
-        rows = [limit if count > 2 * limit else count for count in distinct]
+        rows = []
+        for count in distinct:
+            rows.append(limit if count > 2 * limit else count)
         quotient_rows = [limit] * int(self.is_split.sum())
         self.features = len(distinct)
         self.tables = FixedRows(rows + quotient_rows, dim)
@@ -287,15 +338,18 @@ class QuotientRemainder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """See :class:`Tables`."""
         rows = self.tables.rows.unsqueeze(1)
-        remainders = ids % rows[: self.features]
-        split_rows = rows[self.features :]
-        quotients = ids[self.is_split].div(split_rows, rounding_mode="floor")
-        places = torch.cat([remainders, quotients % split_rows])
+        feature_rows = rows[: self.features]
+        quotient_rows = rows[self.features :]
+        split_ids = ids[self.is_split]
+        quotients = split_ids.div(quotient_rows, rounding_mode="floor")
+        places = torch.cat([ids % feature_rows, quotients % quotient_rows])
+
         embeddings = self.tables(places)
         sums = list(embeddings[:, : self.features].unbind(1))
+        of_quotients = embeddings[:, self.features :].unbind(1)
         split_features = self.is_split.nonzero().squeeze(1).tolist()
-        for number, feature in enumerate(split_features):
-            sums[feature] = sums[feature] + embeddings[:, self.features + number]
+        for feature, embedding in zip(split_features, of_quotients, strict=True):
+            sums[feature] = sums[feature] + embedding
         return torch.stack(sums, 1)
 
     def memory_bytes(self) -> int:
@@ -305,12 +359,13 @@ class QuotientRemainder(nn.Module):
 
 def ones(ids: Tensor, features: Sequence[str]) -> KeyedJaggedTensor:
     """Returns raw ids (F, B) as one id for each feature of each sample."""
+    _, batch = ids.shape
     return KeyedJaggedTensor(
         keys=list(features),
         values=ids.reshape(-1),
         lengths=torch.ones(ids.numel(), dtype=torch.int32),
-        stride=ids.shape[1],
-        length_per_key=[ids.shape[1]] * len(features),
+        stride=batch,
+        length_per_key=[batch] * len(features),
     )
 
 
@@ -414,13 +469,16 @@ class RecStoreTables(nn.Module):
             for name in features
         ]
         self.collection = RecStoreEmbeddingBagCollection(
-            configs, optimizer=RowWiseAdagrad(lr, eps=EPS), options=options
+            configs,
+            optimizer=RowWiseAdagrad(lr, eps=EPS),
+            options=options,
         )
 
     def forward(self, ids: Tensor) -> Tensor:
         """See :class:`Tables`."""
+        num_features, batch = ids.shape
         pooled = self.collection(ones(ids, self.features))
-        rows: Tensor = pooled.values().view(ids.shape[1], len(self.features), self.dim)
+        rows: Tensor = pooled.values().view(batch, num_features, self.dim)
         return rows
 
     def memory_bytes(self) -> int:

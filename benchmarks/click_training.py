@@ -49,7 +49,13 @@ class ClickModel(nn.Module):
         dim: The columns of the tables.
     """
 
-    def __init__(self, tables: Tables, log: ClickLog, layers: Layers, dim: int) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        log: ClickLog,
+        layers: Layers,
+        dim: int,
+    ) -> None:
         super().__init__()
         num_features = len(log.features)
         pairs = num_features * (num_features + 1) // 2
@@ -61,13 +67,16 @@ class ClickModel(nn.Module):
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         """Returns the logits (B,) of dense features (B, D) and raw ids (F, B)."""
         rows = self.tables(ids)
-        logits: Tensor = self.top(self.interaction(self.bottom(dense), rows))
+        interactions = self.interaction(self.bottom(dense), rows)
+        logits: Tensor = self.top(interactions)
         return logits.squeeze(1)
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters that the tables' optimizer does not update."""
-        parts = (self.bottom, self.interaction, self.top)
-        return [parameter for part in parts for parameter in part.parameters()]
+        parameters: list[nn.Parameter] = []
+        for part in (self.bottom, self.interaction, self.top):
+            parameters += part.parameters()
+        return parameters
 
 
 class Trainer:
@@ -82,7 +91,12 @@ class Trainer:
     """
 
     def __init__(
-        self, tables: Tables, log: ClickLog, layers: Layers, dim: int, batch: int
+        self,
+        tables: Tables,
+        log: ClickLog,
+        layers: Layers,
+        dim: int,
+        batch: int,
     ) -> None:
         self.model = ClickModel(tables, log, layers, dim)
         self.batch = batch
@@ -108,19 +122,22 @@ class Trainer:
         pieces = []
         for first in range(0, len(part), EVALUATION_BATCH):
             batch = part.part(first, first + EVALUATION_BATCH)
-            pieces.append(self.model(batch.dense, batch.ids).double())
+            batch_logits = self.model(batch.dense, batch.ids)
+            pieces.append(batch_logits.double())
         logits = torch.cat(pieces)
-        labels = part.labels.double()
-        auc = binary_auroc(logits.sigmoid(), part.labels.long())
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        probabilities = logits.sigmoid()
+        labels = part.labels
+        auc = binary_auroc(probabilities, labels.long())
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.double())
         return float(auc), float(loss)
 
 
 def save(path: Path, rows: list[dict[str, Any]]) -> None:
     """Writes the results to a JSON file at once, so that a run can be interrupted."""
-    lines = ",\n".join(f" {json.dumps(row)}" for row in rows)
+    lines = [f" {json.dumps(row)}" for row in rows]
+    content = ",\n".join(lines)
     new_path = path.with_suffix(".new")
-    new_path.write_text(f"[\n{lines}\n]\n")
+    new_path.write_text(f"[\n{content}\n]\n")
     os.replace(new_path, path)
 
 
@@ -129,5 +146,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, math.nan
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return mean, T_95[len(values)] * error
+    count = len(values)
+    deviation = float(np.std(values, ddof=1))
+    error = deviation / math.sqrt(count)
+    return mean, T_95[count] * error

@@ -64,7 +64,8 @@ def _row_optimizer_names() -> dict[str, str]:
     names = {}
     for optimizer in ("Adagrad", "RowWiseAdagrad", "Adam", "Adadelta"):
         for types in ("", ", rows in bfloat16, state in float16"):
-            names[f"{optimizer}{types}"] = f"`{optimizer}` as a `RowOptimizer`{types}"
+            name = f"{optimizer}{types}"
+            names[name] = f"`{optimizer}` as a `RowOptimizer`{types}"
     return names
 
 
@@ -116,12 +117,16 @@ _TRANSPORTS = {
 }
 
 
-def _of(rows: Sequence[Row], benchmark: str, **values: Any) -> list[Row]:
+def _of(
+    rows: Sequence[Row],
+    benchmark: str,
+    **values: Any,
+) -> list[Row]:
     """Returns the rows of a benchmark that have these values."""
     matching = []
     for row in rows:
-        has_values = all(row.get(key) == value for key, value in values.items())
-        if row["benchmark"] == benchmark and has_values:
+        values_of_row = {key: row.get(key) for key in values}
+        if row["benchmark"] == benchmark and values_of_row == values:
             matching.append(row)
     return matching
 
@@ -133,14 +138,17 @@ def machine(cpu: str) -> str:
         cpu: The name of the processor, " x" and the number of its cores.
     """
     name, _, cores = cpu.rpartition(" x")
-    name = name.replace("(R)", "").partition(" Processor")[0]
+    name = name.replace("(R)", "")
+    name, _, _ = name.partition(" Processor")
     article = "an" if name[:1] in "AEIO" else "a"
     unit = "core" if cores == "1" else "cores"
     return f"{cores} {unit} of {article} {name}"
 
 
 def result_figures(
-    rows: list[Row], progressive: list[Row], peers: list[Row]
+    rows: list[Row],
+    progressive: list[Row],
+    peers: list[Row],
 ) -> list[Cells]:
     """Returns a row of :data:`RESULTS` for each figure of the README's table.
 
@@ -151,19 +159,7 @@ def result_figures(
         progressive: Those of ``progressive.json``.
         peers: Those of ``peers.json``.
     """
-    lines: list[Cells] = []
-    for row in _of(
-        rows, "kernel", case="criteo", optimizer="rowwise_adagrad", lane="shipped"
-    ):
-        lines.append(
-            (
-                "time of FBGEMM's CPU kernel, which TorchRec's FUSED tables use, over"
-                " RecStore's: lookup; lookup and update",
-                f"{row['ids']:,} ids of 26 tables of 300,000 rows, dim 64, row-wise"
-                " Adagrad",
-                f"{row['forward_over_fbgemm']}x; {row['total_over_fbgemm']}x",
-            )
-        )
+    lines = _kernel_result(rows)
     for row in _of(rows, "dlrm", lane="shipped"):
         lines.append(
             (
@@ -184,12 +180,38 @@ def result_figures(
             )
         )
     for row in _of(rows, "serving_stream"):
+        median_s = row["click_to_served_s"]["median"]
         lines.append(
             (
                 "from a click to predictions that know it, median",
                 f"a Redis stream of {row['clicks_per_second']:,} clicks a second,"
                 " trained and served on one host",
-                f"{row['click_to_served_s']['median']:.1f} s",
+                f"{median_s:.1f} s",
+            )
+        )
+    return lines
+
+
+def _kernel_result(rows: list[Row]) -> list[Cells]:
+    """Returns the README's line on FBGEMM's kernel."""
+    kernel_rows = _of(
+        rows,
+        "kernel",
+        case="criteo",
+        optimizer="rowwise_adagrad",
+        lane="shipped",
+    )
+    lines: list[Cells] = []
+    for row in kernel_rows:
+        forward = row["forward_over_fbgemm"]
+        total = row["total_over_fbgemm"]
+        lines.append(
+            (
+                "time of FBGEMM's CPU kernel, which TorchRec's FUSED tables use, over"
+                " RecStore's: lookup; lookup and update",
+                f"{row['ids']:,} ids of 26 tables of 300,000 rows, dim 64, row-wise"
+                " Adagrad",
+                f"{forward}x; {total}x",
             )
         )
     return lines
@@ -204,25 +226,28 @@ def _peer_result(peers: list[Row]) -> list[Cells]:
     theirs = by_side["tfra"]
     ratios = []
     for key in ("lookup_ms", "step_ms"):
-        ratios.append(f"{theirs[key]['median'] / ours[key]['median']:.1f}x")
-    ratios.append(f"{ours['fill_rows_per_s'] / theirs['fill_rows_per_s']:.1f}x")
+        ratios.append(theirs[key]["median"] / ours[key]["median"])
+    ratios.append(ours["fill_rows_per_s"] / theirs["fill_rows_per_s"])
+    results = [f"{ratio:.1f}x" for ratio in ratios]
     figure = (
         "speed over TensorFlow Recommenders Addons: lookup; step with Adagrad; filling"
     )
     table = f"a table of {ours['rows']:,} rows of dim {ours['dim']}"
     # The processor of this run is often not that of the other lines.
-    on = f"{ours['ids']:,} ids of {table}, on {machine(ours['cpu'])}"
-    return [(figure, on, "; ".join(ratios))]
+    processor = machine(ours["cpu"])
+    case = f"{ours['ids']:,} ids of {table}, on {processor}"
+    return [(figure, case, "; ".join(results))]
 
 
 def mean_aucs(progressive: list[Row], log: str) -> dict[str, float]:
     """Returns the mean AUC of each side on a log, over all parts and seeds."""
-    aucs: dict[str, list[float]] = {}
+    means_of_sides: dict[str, list[float]] = {}
     for row in progressive:
         if row["log"] == log:
-            mean = sum(row["auc"]) / len(row["auc"])
-            aucs.setdefault(row["side"], []).append(mean)
-    return {side: sum(means) / len(means) for side, means in aucs.items()}
+            aucs = row["auc"]
+            means = means_of_sides.setdefault(row["side"], [])
+            means.append(sum(aucs) / len(aucs))
+    return {side: sum(means) / len(means) for side, means in means_of_sides.items()}
 
 
 def _progressive_result(progressive: list[Row]) -> list[Cells]:
@@ -249,10 +274,12 @@ def _ratio(row: Row, key: str) -> str:
 
 def _by_lane(rows: list[Row]) -> dict[tuple[str, str], dict[str, Row]]:
     """Returns rows of the kernel by case and optimizer, and by lane."""
-    lanes: dict[tuple[str, str], dict[str, Row]] = {}
+    lanes_of_cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        lanes.setdefault((row["case"], row["optimizer"]), {})[row["lane"]] = row
-    return lanes
+        case = (row["case"], row["optimizer"])
+        lanes = lanes_of_cases.setdefault(case, {})
+        lanes[row["lane"]] = row
+    return lanes_of_cases
 
 
 def kernel_figures(rows: list[Row]) -> list[Cells]:
@@ -261,11 +288,13 @@ def kernel_figures(rows: list[Row]) -> list[Cells]:
     The lanes are columns.
     """
     lines = []
-    for (case, optimizer), lanes in _by_lane(_of(rows, "kernel")).items():
+    lanes_of_cases = _by_lane(_of(rows, "kernel"))
+    for (case, optimizer), lanes in lanes_of_cases.items():
         cells = [f"{case}, {optimizer}"]
         for key in ("forward_over_fbgemm", "total_over_fbgemm"):
             for lane in ("shipped", "kept"):
-                cells.append(_ratio(lanes.get(lane, {}), key))
+                row = lanes.get(lane, {})
+                cells.append(_ratio(row, key))
         lines.append(tuple(cells))
     return lines
 
@@ -281,8 +310,12 @@ def limit_figures(rows: list[Row]) -> list[Cells]:
             cells.append(_ratio(row, "forward_over_limit"))
             cells.append(_ratio(row, "forward_ahead_over_limit"))
             cells.append(_ratio(row, "backward_over_limit"))
-        total = lanes.get("kept", {}).get("recstore", {}).get("total_ms")
-        cells.append(f"{total['p99'] / total['median']:.2f}x" if total else "-")
+        tail = "-"
+        if "kept" in lanes:
+            total_ms = lanes["kept"]["recstore"]["total_ms"]
+            p99_over_median = total_ms["p99"] / total_ms["median"]
+            tail = f"{p99_over_median:.2f}x"
+        cells.append(tail)
         lines.append(tuple(cells))
     return lines
 
@@ -306,13 +339,15 @@ def serving_figures(rows: list[Row]) -> list[Cells]:
 
 
 def _lines(
-    rows: list[Row], figures: dict[str, Callable[[Row], list[Cells]]]
+    rows: list[Row],
+    figures: dict[str, Callable[[Row], list[Cells]]],
 ) -> list[Cells]:
     """Returns the lines of the rows' benchmarks."""
     lines: list[Cells] = []
     for row in rows:
-        if row["benchmark"] in figures:
-            figures_of = figures[row["benchmark"]]
+        benchmark = row["benchmark"]
+        if benchmark in figures:
+            figures_of = figures[benchmark]
             lines += figures_of(row)
     return lines
 
@@ -424,8 +459,8 @@ def _reshard(moves: list[Row]) -> list[Cells]:
         return []
     row = moves[0]
     figure = (
-        f"reshard of {row['rows']:,} rows of dim {row['dim']} in place, {row['ranks']}"
-        " ranks, the slowest move: time, peak memory over the rows"
+        f"reshard of {row['rows']:,} rows of dim {row['dim']} in place,"
+        f" {row['ranks']} ranks, the slowest move: time, peak memory over the rows"
     )
     slowest = max(move["seconds"] for move in moves)
     peak = max(move["peak_over_held"] for move in moves)
@@ -438,8 +473,9 @@ def _reshard(moves: list[Row]) -> list[Cells]:
 def _eviction(row: Row) -> list[Cells]:
     new = row["new_ids"] / row["batch"]
     figure = (
-        f"kernel step of a full table of {row['rows']:,} rows, {new:.0%} new ids: time"
-        " with LRU, with LFU, over an unbounded table"
+        f"kernel step of a full table of {row['rows']:,} rows,"
+        f" {new:.0%} new ids:"
+        " time with LRU, with LFU, over an unbounded table"
     )
     lru = row["lru_over_unbounded"]["median"]
     lfu = row["lfu_over_unbounded"]["median"]
@@ -483,8 +519,9 @@ def _cold_writes(row: Row) -> list[Cells]:
 def _tiers(row: Row) -> list[Cells]:
     share = row["rows_in_dram"] / row["ids"]
     figure = (
-        f"DLRM samples/s, Zipf {row['exponent']} over {row['ids']:,} ids, {share:.0%} in"
-        " DRAM, the rest lost, in an SSDStore, in RocksDB: over all rows in DRAM"
+        f"DLRM samples/s, Zipf {row['exponent']} over {row['ids']:,} ids,"
+        f" {share:.0%} in DRAM,"
+        " the rest lost, in an SSDStore, in RocksDB: over all rows in DRAM"
     )
     lost = row["lost_over_dram"]["median"]
     ssd = row["ssd_over_dram"]["median"]
@@ -501,8 +538,10 @@ def _cold_reads(reads: Row, place: str) -> Cells:
         "cold reads/s of SSDStore, of its table, of RocksDBStore, of its table, all"
         f" files {place}: over rocksdict's batch get"
     )
-    sides = ("ssd_store", "ssd_lookup", "rocksdb_store", "rocksdb_lookup")
-    ratios = [f"{reads[f'{side}_over_rocksdict']}x" for side in sides]
+    ratios = []
+    for side in ("ssd_store", "ssd_lookup", "rocksdb_store", "rocksdb_lookup"):
+        ratio = reads[f"{side}_over_rocksdict"]
+        ratios.append(f"{ratio}x")
     return (figure, ", ".join(ratios))
 
 
@@ -511,8 +550,10 @@ def _cold_reads(reads: Row, place: str) -> Cells:
 
 def _request(row: Row) -> str:
     """Returns the ids of a request and its transport."""
+    ids = row.get("ids", 0)
+    dim = row.get("dim")
     transport = _TRANSPORTS.get(row.get("transport", ""), "over loopback")
-    return f"{row.get('ids', 0):,} ids at dim {row.get('dim')} {transport}"
+    return f"{ids:,} ids at dim {dim} {transport}"
 
 
 def _service(row: Row) -> list[Cells]:
@@ -529,24 +570,35 @@ def _service(row: Row) -> list[Cells]:
 
 def _service_latency(row: Row) -> list[Cells]:
     figure = f"{_request(row)}, one client: p50 and p99 of pull"
-    p50 = row["pull_ms"]["median"]
-    p99 = row["pull_ms"]["p99"]
+    pull_ms = row["pull_ms"]
+    p50 = pull_ms["median"]
+    p99 = pull_ms["p99"]
     return [(figure, f"{p50:.2f} ms, {p99:.2f} ms")]
 
 
 def _service_saturation(row: Row) -> list[Cells]:
     prefix = "pulls_per_second_"
-    counts = [key.removeprefix(prefix) for key in row if key.startswith(prefix)]
+    counts = []
+    rates = []
+    tails = []
+    for key, rate in row.items():
+        if key.startswith(prefix):
+            count = key.removeprefix(prefix)
+            tail = row[f"p999_over_median_{count}"]
+            counts.append(count)
+            rates.append(f"{rate:,}")
+            tails.append(f"{tail}x")
     figure = f"{_request(row)}, clients: {', '.join(counts)}"
-    rates = ", ".join(f"{row[f'pulls_per_second_{count}']:,}" for count in counts)
-    tails = ", ".join(f"{row[f'p999_over_median_{count}']}x" for count in counts)
     over_grpc = row["most_pulls_per_second_over_grpc"]
     return [
         (
             f"{figure}: pulls/s (the most of them over gRPC's)",
-            f"{rates} ({over_grpc}x)",
+            f"{', '.join(rates)} ({over_grpc}x)",
         ),
-        (f"{figure}: p99.9 of a pull over p50", tails),
+        (
+            f"{figure}: p99.9 of a pull over p50",
+            ", ".join(tails),
+        ),
     ]
 
 
@@ -605,8 +657,16 @@ def _serving_delta(row: Row) -> list[Cells]:
     p99_each_second = row["p99_delta_each_second_over_at_rest"]
     p99_always = row["p99_meanwhile_over_at_rest"]
     return [
-        (f"{figure}: making it", f"{make_ms:.0f} ms", "at most 300 ms"),
-        (f"{figure}: applying it", f"{apply_ms:.1f} ms", "at most 30 ms"),
+        (
+            f"{figure}: making it",
+            f"{make_ms:.0f} ms",
+            "at most 300 ms",
+        ),
+        (
+            f"{figure}: applying it",
+            f"{apply_ms:.1f} ms",
+            "at most 30 ms",
+        ),
         (
             f"{figure}: p99 of readers with a delta each second over p99 at rest",
             f"{p99_each_second:.2f}x",
@@ -762,17 +822,22 @@ def cuda_figures(rows: list[Row]) -> list[Cells]:
             empty = [""] * (len(CUDA) - 2)
             lines.append((row["side"], reason, *empty))
             continue
-        overlap = row["overlap"]
-        device_bytes = row["device_bytes"]
+        step_ms = row["step_ms"]["median"]
+        overlap = "-"
+        if row["overlap"] is not None:
+            overlap = f"{row['overlap']:.0%}"
+        memory = "-"
+        if row["device_bytes"] is not None:
+            memory = f"{row['device_bytes'] / 1e9:.2f} GB"
         lines.append(
             (
                 row["side"],
-                f"{row['step_ms']['median']:.2f}",
+                f"{step_ms:.2f}",
                 f"{row['step_over_dense_alone']:.2f}x",
                 _copies(row["up"]),
                 _copies(row["down"]),
-                "-" if overlap is None else f"{overlap:.0%}",
-                "-" if device_bytes is None else f"{device_bytes / 1e9:.2f} GB",
+                overlap,
+                memory,
             )
         )
     return lines
@@ -823,4 +888,8 @@ def tables(rows: list[Row]) -> list[tuple[Cells, list[Cells]]]:
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns the lines of a table in Markdown."""
     rule = ["---"] * len(columns)
-    return [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]
+    lines = []
+    for cells in (columns, rule, *rows):
+        content = " | ".join(cells)
+        lines.append(f"| {content} |")
+    return lines

@@ -151,7 +151,13 @@ def commit() -> str:
     if not (ROOT / ".git").exists():
         return version("torchrec-recstore")
     command = ["git", "describe", "--always", "--dirty"]
-    git = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    git = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return git.stdout.strip()
 
 
@@ -183,7 +189,9 @@ def emit(row: dict[str, Any]) -> None:
 
 
 def interleave(
-    sides: dict[str, Side], steps: int, warm_up: int
+    sides: dict[str, Side],
+    steps: int,
+    warm_up: int,
 ) -> dict[str, list[Timing]]:
     """Runs step ``i`` of every side, then step ``i + 1``, and so on.
 
@@ -211,7 +219,9 @@ def rates(timings: Sequence[Timing], count: int) -> list[float]:
 
 def ratios(numerators: Sequence[Timing], denominators: Sequence[Timing]) -> list[float]:
     """Returns the ratio of the first timings of each pair of steps."""
-    pairs = zip(step_seconds(numerators), step_seconds(denominators), strict=True)
+    numerator_s = step_seconds(numerators)
+    denominator_s = step_seconds(denominators)
+    pairs = zip(numerator_s, denominator_s, strict=True)
     return [numerator / denominator for numerator, denominator in pairs]
 
 
@@ -226,8 +236,9 @@ def spread(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
         place = round(percent / 100 * (len(ordered) - 1))
         return round(ordered[place] * scale, 4)
 
+    median = statistics.median(ordered)
     return {
-        "median": round(statistics.median(ordered) * scale, 4),
+        "median": round(median * scale, 4),
         "p10": percentile(10),
         "p90": percentile(90),
         "p99": percentile(99),

@@ -60,7 +60,12 @@ class Process:
         tensorflow: The Python of the environment with TFRA.
     """
 
-    def __init__(self, name: str, shape: Shape, tensorflow: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        tensorflow: str,
+    ) -> None:
         folder = Path(__file__).resolve().parent
         command = [sys.executable, str(folder / "peers_torch.py"), name]
         if name == "tfra":
@@ -231,7 +236,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Measures the sides, and writes the results and the tables."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--tensorflow", help="the Python of the environment with TFRA")
     parser.add_argument("--rows", type=int, default=1_000_000)

@@ -83,7 +83,8 @@ def resident_bytes() -> int:
     """Returns the resident memory of this process in bytes, without pages of files."""
     status = Path("/proc/self/status").read_text()
     _, _, value = status.partition("RssAnon:")
-    return int(value.split()[0]) * 1024
+    kib = int(value.split()[0])
+    return kib * 1024
 
 
 def bytes_of(folder: Path) -> int:
@@ -101,9 +102,11 @@ class _Session:
         self.is_numbered = getattr(self.side, "is_numbered", False)
 
     def _part(self, step: int) -> Any:
-        numbers = np.arange(step * self.shape.part, (step + 1) * self.shape.part)
+        begin = step * self.shape.part
+        end = begin + self.shape.part
         generator = np.random.default_rng(step)
-        return raw_ids(generator.permutation(numbers), self.is_numbered)
+        numbers = generator.permutation(np.arange(begin, end))
+        return raw_ids(numbers, self.is_numbered)
 
     def _drawn(self, step: int) -> Any:
         generator = np.random.default_rng(1_000 + step)
@@ -112,7 +115,8 @@ class _Session:
 
     def _gradient(self, count: int) -> Any:
         generator = np.random.default_rng(0)
-        return generator.standard_normal((count, self.shape.dim), dtype=np.float32)
+        shape = (count, self.shape.dim)
+        return generator.standard_normal(shape, dtype=np.float32)
 
     def fill(self, step: int) -> Any:
         """Writes a part of the rows."""
@@ -150,7 +154,11 @@ class _Session:
             load_s = self.side.load(path)
         if self.side.check(ids) != before:
             raise AssertionError("the loaded rows differ from the saved ones")
-        return {"save_s": save_s, "load_s": load_s, "bytes": saved_bytes}
+        return {
+            "save_s": save_s,
+            "load_s": load_s,
+            "bytes": saved_bytes,
+        }
 
 
 def answer(make: Callable[[Shape], Side]) -> None:
@@ -159,5 +167,6 @@ def answer(make: Callable[[Shape], Side]) -> None:
     session = _Session(make, shape)
     for line in sys.stdin:
         request = json.loads(line)
-        result = getattr(session, request["call"])(request["step"])
-        print(f"{ANSWER}{json.dumps(result)}", flush=True)
+        call = getattr(session, request["call"])
+        result = json.dumps(call(request["step"]))
+        print(f"{ANSWER}{result}", flush=True)

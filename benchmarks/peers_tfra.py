@@ -58,7 +58,10 @@ class Tfra:
     def _train(self, ids: Any, gradient: Any) -> None:
         with tf.GradientTape() as tape:
             rows = de.shadow_ops.embedding_lookup_unique(
-                self.shadow, ids, self.shape.dim, True
+                self.shadow,
+                ids,
+                self.shape.dim,
+                True,
             )
             loss = tf.reduce_sum(rows * gradient)
         gradients = tape.gradient(loss, [self.shadow])
@@ -99,7 +102,8 @@ class Tfra:
         """Saves the rows and their state, and returns the seconds."""
         begin = time.perf_counter()
         for number, table in enumerate(self._tables()):
-            table.save_to_file_system(str(folder / str(number)))
+            path = folder / str(number)
+            table.save_to_file_system(str(path))
         return time.perf_counter() - begin
 
     def load(self, folder: Path) -> float:
@@ -109,12 +113,14 @@ class Tfra:
             table.clear()
         begin = time.perf_counter()
         for number, table in enumerate(tables):
-            table.load_from_file_system(str(folder / str(number)))
+            path = folder / str(number)
+            table.load_from_file_system(str(path))
         return time.perf_counter() - begin
 
     def check(self, ids: Any) -> list[float]:
         """Returns the first number of the rows of ids."""
-        numbers: list[float] = np.asarray(self._lookup(tf.constant(ids)))[:, 0].tolist()
+        rows = np.asarray(self._lookup(tf.constant(ids)))
+        numbers: list[float] = rows[:, 0].tolist()
         return numbers
 
 

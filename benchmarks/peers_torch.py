@@ -87,11 +87,12 @@ class TorchSide:
     def check(self, ids: Any) -> list[float]:
         """See :class:`peers_protocol.Side`."""
         self.train(False)
+        values = torch.from_numpy(ids)
+        offsets = torch.arange(len(values))
         with torch.no_grad():
-            values = torch.from_numpy(ids)
-            rows = self.forward(values, torch.arange(len(values)))
-        first: list[float] = rows[:, 0].tolist()
-        return first
+            rows = self.forward(values, offsets)
+        first_column: list[float] = rows[:, 0].tolist()
+        return first_column
 
     def state(self) -> dict[str, Any]:
         """Returns the tensors that are saved."""
@@ -123,7 +124,10 @@ class RecStore(TorchSide):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.bag = RecStoreEmbeddingBag(
-            2**40, shape.dim, mode="sum", optimizer=Adagrad(LR)
+            2**40,
+            shape.dim,
+            mode="sum",
+            optimizer=Adagrad(LR),
         )
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
@@ -180,7 +184,8 @@ class Fused(TorchSide):
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """See :class:`TorchSide`."""
-        ends = torch.cat([offsets, torch.tensor([len(ids)])])
+        last_end = torch.tensor([len(ids)])
+        ends = torch.cat([offsets, last_end])
         rows: Tensor = self.kernel(ids, ends)
         return rows
 
@@ -223,7 +228,9 @@ class Managed(Fused):
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """See :class:`TorchSide`."""
         features = KeyedJaggedTensor(
-            ["f"], ids, lengths=torch.ones(len(ids), dtype=torch.int32)
+            ["f"],
+            ids,
+            lengths=torch.ones(len(ids), dtype=torch.int32),
         )
         remapped = self.managed(features)
         self.managed.evict()
@@ -249,7 +256,12 @@ class Bag(TorchSide):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self.bag = nn.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True)
+        self.bag = nn.EmbeddingBag(
+            shape.rows,
+            shape.dim,
+            mode="sum",
+            sparse=True,
+        )
         self.optimizer = torch.optim.SparseAdam(self.bag.parameters(), lr=LR)
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:

@@ -215,14 +215,24 @@ def _recstore(eviction: LFU | LRU) -> Callable[[Plan], Tables]:
                 max_rows=max_rows,
                 eviction=eviction,
             )
-        return RecStoreTables(plan.features, DIM, options, plan.course.lr)
+        return RecStoreTables(
+            plan.features,
+            DIM,
+            options,
+            plan.course.lr,
+        )
 
     return make
 
 
 def _expiring(plan: Plan) -> Tables:
     options = TableOptions(expiry=Expiry(steps=60))
-    return RecStoreTables(plan.features, DIM, options, plan.course.lr)
+    return RecStoreTables(
+        plan.features,
+        DIM,
+        options,
+        plan.course.lr,
+    )
 
 
 def _unlimited(plan: Plan) -> Tables:
@@ -235,7 +245,11 @@ def _unlimited(plan: Plan) -> Tables:
 
 
 def _modulo(plan: Plan) -> Tables:
-    return Modulo(plan.rows(row_bytes(DIM)), DIM, plan.course.lr)
+    return Modulo(
+        plan.rows(row_bytes(DIM)),
+        DIM,
+        plan.course.lr,
+    )
 
 
 SIDES = (
@@ -252,8 +266,16 @@ SIDES = (
     Side("vocabulary of the first part", _vocabulary, "#d99a2b"),
     Side("vocabulary, renewed every 4 parts", _vocabulary, "#b35c00", 4),
     Side("vocabulary, renewed every part", _vocabulary, "#7a3b00", 1),
-    Side("managed collision, LFU", _managed("lfu"), "#2f8f4e"),
-    Side("managed collision, LRU", _managed("lru"), "#8cc79b"),
+    Side(
+        "managed collision, LFU",
+        _managed("lfu"),
+        "#2f8f4e",
+    ),
+    Side(
+        "managed collision, LRU",
+        _managed("lru"),
+        "#8cc79b",
+    ),
 )
 """The sides. The rows without a limit have more memory than the others, which is
 reported. A vocabulary is renewed from the ids of the coming part and of as many parts
@@ -268,7 +290,12 @@ def renew(vocabulary: Vocabulary, ids: Tensor) -> None:
         vocabulary.renew(feature, ranked[:size])
 
 
-def measure(side: Side, log: ClickLog, course: Course, seed: int) -> dict[str, Any]:
+def measure(
+    side: Side,
+    log: ClickLog,
+    course: Course,
+    seed: int,
+) -> dict[str, Any]:
     """Tests and trains on the parts in turn, and returns the results of the parts."""
     torch.manual_seed(seed)
     bounds = np.linspace(0, len(log), course.parts + 1).astype(int).tolist()
@@ -388,7 +415,12 @@ def _range(values: Sequence[str]) -> str:
 def plot(rows: list[dict[str, Any]]) -> None:
     """Draws the AUC over time for each log, as the mean of the seeds."""
     logs = measured_logs(rows)
-    figure, grid = plt.subplots(2, 2, figsize=(9.0, 7.6), layout="constrained")
+    figure, grid = plt.subplots(
+        2,
+        2,
+        figsize=(9.0, 7.6),
+        layout="constrained",
+    )
     all_axes = grid.flatten()
     for name, axes in zip(logs, all_axes[: len(logs)], strict=True):
         for side in SIDES:
@@ -432,7 +464,8 @@ def write_pages(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Measures what is missing, and writes the plot and the table."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--criteo", help="Criteo TSV file, plain or gzip")
     parser.add_argument("--movielens", help="folder with ml-100k.inter.gz")

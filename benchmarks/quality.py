@@ -18,6 +18,7 @@ and the table of docs/measured.md are written. Without --data, only these are.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -103,9 +104,8 @@ class Side(NamedTuple):
 
 def _recstore(eviction: LFU | LRU) -> Callable[[Training, int], Tables]:
     def make(training: Training, limit: int) -> Tables:
-        options = TableOptions(
-            max_rows=max(limit, LEAST_RECSTORE_ROWS), eviction=eviction
-        )
+        max_rows = max(limit, LEAST_RECSTORE_ROWS)
+        options = TableOptions(max_rows=max_rows, eviction=eviction)
         return RecStoreTables(training.log.features, DIM, options)
 
     return make
@@ -121,13 +121,15 @@ def _vocabulary(training: Training, limit: int) -> Tables:
 
 def _vocabulary_bytes(training: Training, limit: int) -> int:
     rows = sum(training.rows(limit))
-    others = len(training.ranked)
-    return (row_bytes(DIM) + ID_BYTES) * rows + row_bytes(DIM) * others
+    other_rows = len(training.ranked)
+    known_bytes = (row_bytes(DIM) + ID_BYTES) * rows
+    return known_bytes + row_bytes(DIM) * other_rows
 
 
 def _vocabulary_or_modulo_bytes(training: Training, limit: int) -> int:
     vocabulary_ids = [count for count in training.distinct if count <= limit]
-    rows = sum(training.rows(limit)) + len(vocabulary_ids)
+    other_rows = len(vocabulary_ids)  # a row of each vocabulary
+    rows = sum(training.rows(limit)) + other_rows
     return row_bytes(DIM) * rows + ID_BYTES * sum(vocabulary_ids)
 
 
@@ -144,8 +146,18 @@ def _managed_bytes(training: Training, limit: int) -> int:
 
 
 SIDES = (
-    Side("RecStore, LFU", _recstore(LFU()), _recstore_bytes, "#0b6e99"),
-    Side("RecStore, LRU", _recstore(LRU()), _recstore_bytes, "#6fb7d6"),
+    Side(
+        "RecStore, LFU",
+        _recstore(LFU()),
+        _recstore_bytes,
+        "#0b6e99",
+    ),
+    Side(
+        "RecStore, LRU",
+        _recstore(LRU()),
+        _recstore_bytes,
+        "#6fb7d6",
+    ),
     Side(
         "modulo, the same rows for each feature",
         lambda training, limit: Modulo([limit] * len(training.ranked), DIM),
@@ -179,7 +191,10 @@ SIDES = (
     Side(
         "managed collision, LFU",
         lambda training, limit: ManagedCollision(
-            training.rows(limit, more=1), training.log.features, DIM, "lfu"
+            training.rows(limit, more=1),
+            training.log.features,
+            DIM,
+            "lfu",
         ),
         _managed_bytes,
         "#2f8f4e",
@@ -192,7 +207,11 @@ training part, and a row for all others.
 """
 
 
-def limit_of(side: Side, training: Training, budget_mb: float) -> int:
+def limit_of(
+    side: Side,
+    training: Training,
+    budget_mb: float,
+) -> int:
     """Returns the largest limit with which a side keeps to a budget, at least 2."""
     low = 2
     high = max(training.distinct) + 1
@@ -206,7 +225,11 @@ def limit_of(side: Side, training: Training, budget_mb: float) -> int:
 
 
 def measure(
-    side: Side, training: Training, test: ClickLog, budget_mb: float, seed: int
+    side: Side,
+    training: Training,
+    test: ClickLog,
+    budget_mb: float,
+    seed: int,
 ) -> dict[str, Any]:
     """Trains one epoch and returns the bytes of the tables and the test's result."""
     torch.manual_seed(seed)
@@ -241,18 +264,20 @@ def sweep(log: ClickLog, rows: list[dict[str, Any]]) -> None:
     training = Training(training_log, counted(training_log.ids))
     have = {_key(row) for row in rows}
     runs = []
-    for seed in SEEDS:
-        for budget_mb in BUDGETS_MB:
-            for side in SIDES:
-                if (side.name, budget_mb, seed) not in have:
-                    runs.append((side, budget_mb, seed))
-    for side, budget_mb, seed in tqdm(runs, disable=not sys.stderr.isatty()):
-        rows.append(measure(side, training, test, budget_mb, seed))
+    for seed, budget_mb, side in itertools.product(SEEDS, BUDGETS_MB, SIDES):
+        if (side.name, budget_mb, seed) not in have:
+            runs.append((side, budget_mb, seed))
+    is_quiet = not sys.stderr.isatty()
+    for side, budget_mb, seed in tqdm(runs, disable=is_quiet):
+        row = measure(side, training, test, budget_mb, seed)
+        rows.append(row)
         save(RESULTS, rows)
 
 
 def results_of(
-    rows: list[dict[str, Any]], side: Side, budget_mb: float
+    rows: list[dict[str, Any]],
+    side: Side,
+    budget_mb: float,
 ) -> list[dict[str, Any]]:
     """Returns the results of all seeds."""
     return [
@@ -274,11 +299,14 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             if not runs:
                 cells.append("-")
                 continue
+            first = runs[0]
             mean, half = interval([run["test_auc"] for run in runs])
-            spread = "" if math.isnan(half) else f" ± {half:.4f}"
-            megabytes = runs[0]["bytes"] / 1e6
+            spread = ""
+            if not math.isnan(half):
+                spread = f" ± {half:.4f}"
+            megabytes = first["bytes"] / 1e6
             cells.append(f"{mean:.4f}{spread} ({megabytes:.2f} MB)")
-            passes = runs[0]["passes"] - 1
+            passes = first["passes"] - 1
         cells.insert(1, f"{passes}")
         lines.append(cells)
     return markdown(columns, lines)
@@ -297,7 +325,12 @@ def plot(rows: list[dict[str, Any]]) -> None:
                 means.append(interval([run["test_auc"] for run in runs])[0])
         width = 2.4 if side.name.startswith("RecStore") else 1.4
         axes.plot(
-            memory_mb, means, "o-", color=side.color, label=side.name, linewidth=width
+            memory_mb,
+            means,
+            "o-",
+            color=side.color,
+            label=side.name,
+            linewidth=width,
         )
     axes.set_xscale("log")
     axes.set_xticks(BUDGETS_MB)
@@ -308,7 +341,12 @@ def plot(rows: list[dict[str, Any]]) -> None:
     axes.set_title("DLRM on the Criteo sample, one epoch, three seeds", fontsize=10)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(
+        frameon=False,
+        fontsize=8,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+    )
     figure.savefig(PLOT, dpi=150, facecolor="white")
 
 
@@ -321,7 +359,8 @@ def write_pages(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Measures what is missing, and writes the plot and the table."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", help="Criteo TSV file, plain or gzip")
     parser.add_argument("--new", action="store_true", help="repeat all runs")

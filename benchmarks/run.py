@@ -65,14 +65,21 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def write_between(page: str, begin: str, end: str, lines: list[str]) -> None:
+def write_between(
+    page: str,
+    begin: str,
+    end: str,
+    lines: list[str],
+) -> None:
     """Writes lines of Markdown between two marks of a page."""
     path = ROOT / page
     text = path.read_text()
     start = text.index(begin) + len(begin)
     stop = text.index(end, start)
+    head = text[:start]
+    tail = text[stop:]
     written = "\n".join(lines)
-    path.write_text(f"{text[:start]}\n\n{written}\n\n{text[stop:]}")
+    path.write_text(f"{head}\n\n{written}\n\n{tail}")
 
 
 def conditions(rows: list[dict[str, Any]]) -> str:
@@ -99,7 +106,11 @@ def script_of(row: dict[str, Any]) -> str:
     return SCRIPT_OF.get(row["benchmark"], row["benchmark"])
 
 
-def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str]) -> None:
+def write_tables(
+    page: str,
+    rows: list[dict[str, Any]],
+    lines: list[str],
+) -> None:
     """Writes lines of Markdown between the marks of a page.
 
     The conditions of the rows are before them.
@@ -113,7 +124,8 @@ def main() -> None:
     The figures of other benchmarks are not changed.
     """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", default=",".join(SCRIPTS), help="benchmarks to run")
     requested = parser.parse_args().only
@@ -156,7 +168,17 @@ def write_pages(rows: list[dict[str, Any]]) -> None:
         write_tables("docs/options.md", option_rows, option_lines)
     if serving_rows:
         write_tables("docs/serving.md", serving_rows, serving_lines)
-    print("\n".join([*measured_lines, "", *serving_lines, "", *option_lines]))
+    print(
+        "\n".join(
+            [
+                *measured_lines,
+                "",
+                *serving_lines,
+                "",
+                *option_lines,
+            ]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,11 @@ OVER = (1024, 1024, 512, 256, 1)
 Source: MLPerf's DLRM, ``--over_arch_layer_sizes`` of its reference.
 """
 
-CHECK = Job(batch=128, dense_parameters=200_000, ranks_per_host=2)
+CHECK = Job(
+    batch=128,
+    dense_parameters=200_000,
+    ranks_per_host=2,
+)
 CHECK_ROWS = 500  # few, so that the first steps have made all rows
 CHECK_STEPS = 5
 SETTINGS = ((60e6, 0.0), (120e6, 0.005))
@@ -150,18 +154,46 @@ def sharded_step(job: Job, sharding: Sharding, rows: int) -> Callable[[], None]:
     """
     import torch
     import torch.distributed as dist
+    from torchrec import KeyedJaggedTensor
+
+    names = [f"f{i}" for i in range(job.features)]
+    model_on_ranks = _sharded_tables(names, job.dim, sharding, rows)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    count = job.features * job.batch
+    lengths = torch.ones(count, dtype=torch.int32)
+    dense = torch.zeros(job.dense_parameters)
+
+    def run() -> None:
+        ids = torch.randint(0, rows, (count,), generator=generator)
+        features = KeyedJaggedTensor(names, ids, lengths=lengths)
+        values = model_on_ranks(features).values()
+        values.backward(torch.ones_like(values))
+        if len(dense):
+            dist.all_reduce(dense)
+
+    return run
+
+
+def _sharded_tables(
+    names: list[str],
+    dim: int,
+    sharding: Sharding,
+    rows: int,
+) -> Any:
+    """Returns a table of each feature's name, sharded over all ranks."""
+    import torch
+    import torch.distributed as dist
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import Topology
 
     from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder
 
-    names = [f"f{i}" for i in range(job.features)]
     tables = [
         EmbeddingBagConfig(
             name=f"t_{name}",
-            embedding_dim=job.dim,
+            embedding_dim=dim,
             num_embeddings=rows,
             feature_names=[name],
         )
@@ -188,26 +220,12 @@ def sharded_step(job: Job, sharding: Sharding, rows: int) -> Callable[[], None]:
         fused_params={"optimizer": optimizer, "learning_rate": 0.01}
     )
     plan = planner.collective_plan(collection, [sharder], dist.group.WORLD)
-    sharded = DistributedModelParallel(
+    return DistributedModelParallel(
         collection,
         plan=plan,
         sharders=[sharder],
         device=torch.device("cpu"),
     )
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    count = job.features * job.batch
-    lengths = torch.ones(count, dtype=torch.int32)
-    dense = torch.zeros(job.dense_parameters)
-
-    def run() -> None:
-        ids = torch.randint(0, rows, (count,), generator=generator)
-        features = KeyedJaggedTensor(names, ids, lengths=lengths)
-        values = sharded(features).values()
-        values.backward(torch.ones_like(values))
-        if len(dense):
-            dist.all_reduce(dense)
-
-    return run
 
 
 def dense_time(job: Job, steps: int) -> tuple[float, int]:
@@ -514,7 +532,11 @@ def hosts_lines(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def parts_lines(results: dict[str, Any], ranks: int, network: Network) -> list[str]:
+def parts_lines(
+    results: dict[str, Any],
+    ranks: int,
+    network: Network,
+) -> list[str]:
     """Returns a Markdown table of the parts of a step in milliseconds."""
     job = job_of(results)
     kernels = kernels_of(results["kernels"])
@@ -592,21 +614,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         sharey="row",
     )
     for (upper, lower), network in zip(axes.T, model.NETWORKS, strict=True):
-        for sharding, name in NAMES.items():
-            seconds = []
-            rates = []
-            for ranks in RANKS:
-                parts = model.step(job, sharding, ranks, network, kernels)
-                step_s = sum(parts.values())
-                seconds.append(step_s)
-                rates.append(ranks * job.batch / step_s)
-            upper.plot(
-                RANKS,
-                seconds,
-                color=COLORS[sharding],
-                label=name,
-            )
-            lower.plot(RANKS, rates, color=COLORS[sharding])
+        _draw_shardings(upper, lower, job, network, kernels)
         upper.axhline(
             job.batch * kernels.dense_s,
             color="#777777",
@@ -635,10 +643,32 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130, facecolor="white")
 
 
+def _draw_shardings(
+    upper: Any,
+    lower: Any,
+    job: Job,
+    network: Network,
+    kernels: Kernels,
+) -> None:
+    """Draws the seconds of a step above, and the samples a second below."""
+    for sharding, name in NAMES.items():
+        seconds = []
+        rates = []
+        for ranks in RANKS:
+            parts = model.step(job, sharding, ranks, network, kernels)
+            step_s = sum(parts.values())
+            seconds.append(step_s)
+            rates.append(ranks * job.batch / step_s)
+        color = COLORS[sharding]
+        upper.plot(RANKS, seconds, color=color, label=name)
+        lower.plot(RANKS, rates, color=color)
+
+
 def main() -> None:
     """Measures, checks, prints the tables and draws the plot."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--only",

@@ -87,9 +87,21 @@ class Network:
 
 
 NETWORKS = (
-    Network("25 Gbit/s", bytes_per_s=25e9 / 8, latency_s=25e-6),
-    Network("100 Gbit/s", bytes_per_s=100e9 / 8, latency_s=5e-6),
-    Network("400 Gbit/s", bytes_per_s=400e9 / 8, latency_s=5e-6),
+    Network(
+        "25 Gbit/s",
+        bytes_per_s=25e9 / 8,
+        latency_s=25e-6,
+    ),
+    Network(
+        "100 Gbit/s",
+        bytes_per_s=100e9 / 8,
+        latency_s=5e-6,
+    ),
+    Network(
+        "400 Gbit/s",
+        bytes_per_s=400e9 / 8,
+        latency_s=5e-6,
+    ),
 )
 
 
@@ -136,7 +148,12 @@ class Collective(NamedTuple):
     rank_bytes: float  # that the busiest rank sends or receives, within its host or not
     rounds: int  # of messages
 
-    def seconds(self, network: Network, kernels: Kernels, latencies: int) -> float:
+    def seconds(
+        self,
+        network: Network,
+        kernels: Kernels,
+        latencies: int,
+    ) -> float:
         """Returns the time of the collective.
 
         Each round takes ``latencies`` latencies of the network.

@@ -34,6 +34,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import queue
@@ -91,10 +92,11 @@ def servers(n: int, *flags: str) -> Iterator[tuple[list[str], list[int]]]:
         pids = []
         for number in range(n):
             command = [sys.executable, "-m", "torchrec_recstore.cli", "serve"]
-            command += ["--listen", "127.0.0.1:0", "--data", f"{data}/{number}"]
-            process = stack.enter_context(
-                subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
-            )
+            command += ["--listen", "127.0.0.1:0"]
+            command += ["--data", f"{data}/{number}"]
+            command += flags
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(process)
             stack.callback(process.kill)
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -123,15 +125,19 @@ def filled(addresses: Sequence[str]) -> RecStoreClient:
 def add_table(client: RecStoreClient, name: str) -> None:
     """Creates a table of ``ROWS`` rows on the servers."""
     client.init_data(name, (ROWS, DIM), optimizer=OPTIMIZER)
-    for ids in torch.arange(ROWS).split(100_000):
-        client.push(name, ids, torch.randn(len(ids), DIM))
+    all_ids = torch.arange(ROWS)
+    for ids in all_ids.split(100_000):
+        rows = torch.randn(len(ids), DIM)
+        client.push(name, ids, rows)
 
 
 def local_table(name: str) -> Table:
     """Returns a table of ``ROWS`` rows in this process."""
     table = Table(DIM, optimizer=OPTIMIZER, name=name)
-    for ids in torch.arange(ROWS).split(100_000):
-        table.insert(ids, torch.randn(len(ids), DIM))
+    all_ids = torch.arange(ROWS)
+    for ids in all_ids.split(100_000):
+        rows = torch.randn(len(ids), DIM)
+        table.insert(ids, rows)
     return table
 
 
@@ -143,7 +149,8 @@ def random_ids(count: int, seed: int) -> torch.Tensor:
 
 def million_a_second(milliseconds: dict[str, float], ids: int = IDS) -> float:
     """Returns the million ids per second for a spread of milliseconds."""
-    return round(ids / milliseconds["median"] / 1e3, 2)
+    thousand_a_second = ids / milliseconds["median"]
+    return round(thousand_a_second / 1e3, 2)
 
 
 def processor_s(processes: Sequence[int]) -> float:
@@ -177,7 +184,9 @@ def bare_socket() -> Iterator[Callable[[int, int], object]]:
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = multiprocessing.get_context("fork").Process(
-            target=bare_server, args=(listener,), daemon=True
+            target=bare_server,
+            args=(listener,),
+            daemon=True,
         )
         process.start()
         with socket.create_connection(listener.getsockname()) as connection:
@@ -275,7 +284,10 @@ def throughputs(steps: int) -> None:
 
 
 def throughput_of(
-    timings: dict[str, list[Timing]], transport: str, request: str, place: int
+    timings: dict[str, list[Timing]],
+    transport: str,
+    request: str,
+    place: int,
 ) -> dict[str, object]:
     """Returns the figures of a request.
 
@@ -285,10 +297,14 @@ def throughput_of(
         request: The name of the request.
         place: The place of the request in a timing of :func:`pull_and_update`.
     """
-    service = spread([timing[place] for timing in timings[transport]])
-    in_process = spread([timing[place] for timing in timings["table"]])
-    bare_socket = spread([timing[place] for timing in timings["bare socket"]])
-    processor = spread([timing[place + 1] for timing in timings[transport]])
+
+    def spread_at(side: str, timing_place: int) -> dict[str, float]:
+        return spread([timing[timing_place] for timing in timings[side]])
+
+    service = spread_at(transport, place)
+    in_process = spread_at("table", place)
+    bare_socket = spread_at("bare socket", place)
+    processor = spread_at(transport, place + 1)
     over_in_process = service["median"] / in_process["median"]
     return {
         f"{request}_ms": service,
@@ -307,11 +323,12 @@ def latency(steps: int) -> None:
         filled(addresses),
         contextlib.ExitStack() as stack,
     ):
-        clients = {
-            transport: stack.enter_context(connected(addresses, transport))
-            for transport in TRANSPORTS
-        }
-        timings: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
+        clients = {}
+        timings: dict[str, list[float]] = {}
+        for transport in TRANSPORTS:
+            client = connected(addresses, transport)
+            clients[transport] = stack.enter_context(client)
+            timings[transport] = []
         # The sides alternate in blocks, because threads of gRPC still run for a moment
         # after a call.
         for block in range(steps // 3 + 1):
@@ -407,7 +424,11 @@ def small_beside_large(
         "large_ids": ROWS,
         "dim": DIM,
     }
-    keys = {"rest": "at_rest", "t": "beside_same_table", "other": "beside_other_table"}
+    keys = {
+        "rest": "at_rest",
+        "t": "beside_same_table",
+        "other": "beside_other_table",
+    }
     for name, key in keys.items():
         spread_ms = spread(timings[name])
         row[f"{key}_ms"] = spread_ms
@@ -427,7 +448,10 @@ def beside(steps: int) -> None:
     out = torch.empty(ROWS, DIM)
     large_reads = LargeReads(lambda name: tables[name].lookup(all_ids, out=out))
     small_beside_large(
-        "table", lambda: tables["t"].lookup(few_ids), large_reads.start, blocks
+        "table",
+        lambda: tables["t"].lookup(few_ids),
+        large_reads.start,
+        blocks,
     )
     large_reads.end()
     tables.clear()
@@ -455,7 +479,10 @@ def run_large_client(client: RecStoreClient) -> None:
 
 @contextlib.contextmanager
 def client_processes(
-    n: int, address: str, transport: str, reads: str
+    n: int,
+    address: str,
+    transport: str,
+    reads: str,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Starts ``n`` clients in separate processes, which end with their stdin.
 
@@ -484,12 +511,15 @@ def client_processes(
 
 def ask(process: subprocess.Popen[str], line: str) -> str:
     """Writes a line to a client process, and returns its answer."""
-    process.stdin.write(f"{line}\n")
-    return process.stdout.readline()
+    requests = process.stdin
+    replies = process.stdout
+    requests.write(f"{line}\n")
+    return replies.readline()
 
 
 def pulls_together(
-    processes: Sequence[subprocess.Popen[str]], seconds: float
+    processes: Sequence[subprocess.Popen[str]],
+    seconds: float,
 ) -> tuple[list[float], float]:
     """Lets clients pull at the same time.
 
@@ -501,7 +531,8 @@ def pulls_together(
     timings = []
     rate = 0.0
     for process in processes:
-        client_timings = json.loads(process.stdout.readline())
+        line = process.stdout.readline()
+        client_timings = json.loads(line)
         timings += client_timings
         rate += len(client_timings) / sum(client_timings)
     return timings, rate
@@ -520,7 +551,8 @@ def run_pulling_client(client: RecStoreClient, n: int) -> None:
         end = clock() + float(line)
         begin = clock()
         while begin < end:
-            client.pull("t", batches[len(timings) % len(batches)])
+            number = len(timings) % len(batches)
+            client.pull("t", batches[number])
             timings.append(clock() - begin)
             begin = clock()
         print(json.dumps(timings), flush=True)
@@ -531,7 +563,7 @@ def saturation(steps: int) -> None:
 
     Blocks of them alternate.
     """
-    cases = [(transport, count) for transport in TRANSPORTS for count in COUNTS]
+    cases = list(itertools.product(TRANSPORTS, COUNTS))
     timings: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     block_rates: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     block_s = min(1.0, steps / 50)
@@ -543,19 +575,40 @@ def saturation(steps: int) -> None:
         processes = {}
         for transport in TRANSPORTS:
             clients = client_processes(
-                max(COUNTS), addresses[0], transport, str(FEW_IDS)
+                max(COUNTS),
+                addresses[0],
+                transport,
+                str(FEW_IDS),
             )
             processes[transport] = stack.enter_context(clients)
         for block in range(steps // 10 + 2):
-            for transport, count in cases:
-                seconds, rate = pulls_together(processes[transport][:count], block_s)
+            for case in cases:
+                transport, count = case
+                clients_of_case = processes[transport][:count]
+                seconds, rate = pulls_together(clients_of_case, block_s)
                 if block:
-                    timings[transport, count] += seconds
-                    block_rates[transport, count].append(rate)
-    rates = {case: statistics.median(block_rates[case]) for case in cases}
+                    timings[case] += seconds
+                    block_rates[case].append(rate)
+    emit_saturation(timings, block_rates)
+
+
+def emit_saturation(
+    timings: dict[tuple[str, int], list[float]],
+    block_rates: dict[tuple[str, int], list[float]],
+) -> None:
+    """Prints a JSON row for each transport.
+
+    Args:
+        timings: The seconds of each pull, by transport and number of clients.
+        block_rates: The pulls a second in each block, by the same.
+    """
+    rates = {}
+    for case, rates_of_case in block_rates.items():
+        rates[case] = statistics.median(rates_of_case)
     best_rates = {}
     for transport in TRANSPORTS:
         best_rates[transport] = max(rates[transport, count] for count in COUNTS)
+
     for transport in TRANSPORTS:
         row: dict[str, object] = {
             "benchmark": "service_saturation",
@@ -565,8 +618,8 @@ def saturation(steps: int) -> None:
         }
         for count in COUNTS:
             seconds = sorted(timings[transport, count])
-            p999 = seconds[round(0.999 * (len(seconds) - 1))]
-            p999_over_median = p999 / statistics.median(seconds)
+            place = round(0.999 * (len(seconds) - 1))
+            p999_over_median = seconds[place] / statistics.median(seconds)
             row[f"pulls_per_second_{count}"] = round(rates[transport, count])
             row[f"pull_ms_{count}"] = spread(seconds)
             row[f"p999_over_median_{count}"] = round(p999_over_median, 1)
@@ -639,7 +692,12 @@ def eight_clients(steps: int) -> None:
     with (
         servers(1) as (addresses, _),
         filled(addresses),
-        client_processes(CLIENTS, addresses[0], "shared memory", str(IDS)) as processes,
+        client_processes(
+            CLIENTS,
+            addresses[0],
+            "shared memory",
+            str(IDS),
+        ) as processes,
     ):
         pulls_together(processes, 0.1)
         _, pulls_a_second = pulls_together(processes, steps / 30)
@@ -683,10 +741,13 @@ def overlap(steps: int) -> None:
         handles: list[int] = []
 
         def prefetched(i: int) -> tuple[float]:
-            handle = handles.pop() if handles else client.prefetch("t", batches[i % 8])
+            if not handles:
+                handles.append(client.prefetch("t", batches[i % 8]))
+            handle = handles.pop()
+            next_batch = batches[(i + 1) % 8]
             begin = clock()
             client.wait_for_prefetch(handle)
-            handles.append(client.prefetch("t", batches[(i + 1) % 8]))
+            handles.append(client.prefetch("t", next_batch))
             compute()
             return (clock() - begin,)
 
@@ -704,11 +765,17 @@ def overlap(steps: int) -> None:
                 timings[name] += side_timings[2:]
                 while handles:
                     client.wait_for_prefetch(handles.pop())
+    emit_overlap(timings)
+
+
+def emit_overlap(timings: dict[str, list[Timing]]) -> None:
+    """Prints the JSON row of :func:`overlap`."""
     compute_ms = spread(step_seconds(timings["compute"]))
     pull_ms = spread(step_seconds(timings["pull_then_compute"]))
     prefetch_ms = spread(step_seconds(timings["prefetch"]))
     pull_alone_ms = pull_ms["median"] - compute_ms["median"]
     wait_ms = prefetch_ms["median"] - compute_ms["median"]
+    hidden_share = 1 - wait_ms / pull_alone_ms
     emit(
         {
             "benchmark": "service_prefetch",
@@ -717,7 +784,7 @@ def overlap(steps: int) -> None:
             "compute_ms": compute_ms,
             "pull_then_compute_ms": pull_ms,
             "prefetch_ms": prefetch_ms,
-            "share_of_the_pull_hidden": round(1 - wait_ms / pull_alone_ms, 2),
+            "share_of_the_pull_hidden": round(hidden_share, 2),
         }
     )
 
@@ -735,12 +802,17 @@ def dlrm(steps: int) -> None:
     for _ in range(max(1, steps // 20)):
         for side, runs in results.items():
             with servers(1) as (addresses, _):  # each run begins with empty tables
-                server_flags = ["--servers", addresses[0]] if side == "servers" else []
-                runs.append(train_dlrm([*flags, *server_flags]))
-    rates = {
-        side: spread([run["train_samples_per_second"] for run in runs], 1)
-        for side, runs in results.items()
-    }
+                flags_of_side = list(flags)
+                if side == "servers":
+                    flags_of_side += ["--servers", addresses[0]]
+                runs.append(train_dlrm(flags_of_side))
+
+    rates = {}
+    test_auc = {}
+    for side, runs in results.items():
+        run_rates = [run["train_samples_per_second"] for run in runs]
+        rates[side] = spread(run_rates, 1)
+        test_auc[side] = runs[0]["test_auc"]
     servers_over_local = rates["servers"]["median"] / rates["local"]["median"]
     emit(
         {
@@ -748,7 +820,7 @@ def dlrm(steps: int) -> None:
             "data": "the Criteo sample" if has_sample else "generated rows",
             "samples_per_second": rates,
             "servers_over_local": round(servers_over_local, 3),
-            "test_auc": {side: runs[0]["test_auc"] for side, runs in results.items()},
+            "test_auc": test_auc,
         }
     )
 
@@ -759,7 +831,8 @@ def train_dlrm(flags: Sequence[str]) -> dict[str, float]:
     environment.pop("OMP_WAIT_POLICY", None)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, str(ROOT / "examples/dlrm/train.py"), *flags]
+        command = [sys.executable, str(ROOT / "examples/dlrm/train.py")]
+        command += flags
         command += ["--no-log", "--json", str(result)]
         subprocess.run(
             command,
@@ -775,7 +848,8 @@ def train_dlrm(flags: Sequence[str]) -> dict[str, float]:
 def main() -> None:
     """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=60)
     parts: dict[str, Callable[[int], None]] = {

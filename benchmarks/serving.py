@@ -105,7 +105,13 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = RecStoreEmbedding(1, DIM, name="t", lr=0.1, options=OPTIONS)
+        self.table = RecStoreEmbedding(
+            1,
+            DIM,
+            name="t",
+            lr=0.1,
+            options=OPTIONS,
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """(N,) -> (N, DIM)."""
@@ -121,7 +127,8 @@ def ids_of(rows: int) -> Tensor:
 def fill(table: Table, ids: Tensor) -> None:
     """Writes a row for each id."""
     for part in ids.split(200_000):
-        table.insert(part, torch.randn(len(part), DIM))
+        rows = torch.randn(len(part), DIM)
+        table.insert(part, rows)
 
 
 def timed(call: Callable[[Any], object], arguments: Sequence[Any]) -> Side:
@@ -137,25 +144,45 @@ def timed(call: Callable[[Any], object], arguments: Sequence[Any]) -> Side:
     return side
 
 
+def random_batches(ids: Tensor, count: int, size: int) -> list[Tensor]:
+    """Returns batches of ids that are drawn at random."""
+    batches = []
+    for _ in range(count):
+        places = torch.randint(0, len(ids), (size,))
+        batches.append(ids[places])
+    return batches
+
+
 def million_a_second(timings: dict[str, list[Timing]], ids: int) -> dict[str, float]:
     """Returns the median of the million ids a second of each side."""
-    return {
-        side: spread(rates(steps, ids), scale=1e-6)["median"]
-        for side, steps in timings.items()
-    }
+    medians = {}
+    for side, steps in timings.items():
+        side_rates = rates(steps, ids)
+        medians[side] = spread(side_rates, scale=1e-6)["median"]
+    return medians
 
 
-def lookups(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
+def lookups(
+    model: Rows,
+    folder: Path,
+    ids: Tensor,
+    steps: int,
+) -> None:
     """Compares served lookups with lookups in the training table, with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    batches = [ids[torch.randint(0, len(ids), (BATCH,))] for _ in range(8)]
+    batches = random_batches(ids, count=8, size=BATCH)
     for name, dtype in FORMATS.items():
         table = model.table.table
         if dtype is torch.int8:
             table = Table(DIM, torch.int8)
             fill(table, ids)
-        export_for_inference(model, folder / "lookup.pt", dtype=dtype, index="hash")
+        export_for_inference(
+            model,
+            folder / "lookup.pt",
+            dtype=dtype,
+            index="hash",
+        )
         served = torch.jit.load(folder / "lookup.pt")
 
         calls = {
@@ -183,7 +210,7 @@ class Reader(threading.Thread):
     def __init__(self, served: Callable[[Tensor], object], ids: Tensor) -> None:
         super().__init__(daemon=True)
         self._served = served
-        self._batches = [ids[torch.randint(0, len(ids), (1000,))] for _ in range(64)]
+        self._batches = random_batches(ids, count=64, size=1000)
         self._ends = threading.Event()
         self.seconds: list[float] = []
         self.start()
@@ -192,8 +219,9 @@ class Reader(threading.Thread):
         """Reads until :meth:`end`."""
         torch.set_num_threads(1)
         while not self._ends.is_set():
+            number = len(self.seconds) % len(self._batches)
             begin = clock()
-            self._served(self._batches[len(self.seconds) % 64])
+            self._served(self._batches[number])
             self.seconds.append(clock() - begin)
 
     def end(self) -> dict[str, float]:
@@ -203,7 +231,8 @@ class Reader(threading.Thread):
         """
         self._ends.set()
         self.join()
-        return spread(self.seconds[len(self._batches) :])
+        warm_up = len(self._batches)
+        return spread(self.seconds[warm_up:])
 
 
 def deltas(model: Rows, folder: Path, ids: Tensor) -> None:
@@ -211,28 +240,24 @@ def deltas(model: Rows, folder: Path, ids: Tensor) -> None:
 
     They are applied one after the other, and then one each second.
     """
-    export_for_inference(model, folder / "base.pt", dtype=torch.int8, index="hash")
+    export_for_inference(
+        model,
+        folder / "base.pt",
+        dtype=torch.int8,
+        index="hash",
+    )
     base = torch.jit.load(folder / "base.pt")
     replica = torch.jit.load(folder / "base.pt")
-    make_seconds = []
-    for number in range(WARM_UP + 2 * DELTAS):
-        changed = ids[torch.randperm(len(ids))[:CHANGED]]
-        model.train()(changed).sum().backward()
-        begin = clock()
-        info = export_delta(model, folder / f"{number}.delta", base=base)
-        make_seconds.append(clock() - begin)
-        # an update may round to the same int8 row
-        assert info.tables["t"].rows > 0.99 * CHANGED
-        base.apply_delta(read_delta(info.path))
-    for number in range(WARM_UP):
-        replica.apply_delta(read_delta(folder / f"{number}.delta"))
+    paths = [folder / f"{number}.delta" for number in range(WARM_UP + 2 * DELTAS)]
+    make_seconds = [make_delta(model, base, ids, path) for path in paths]
+
+    for path in paths[:WARM_UP]:
+        replica.apply_delta(read_delta(path))
     reader = Reader(replica, ids)
     time.sleep(2.0)
     at_rest = reader.end()
-    pending = [
-        read_delta(folder / f"{number}.delta")
-        for number in range(WARM_UP, WARM_UP + 2 * DELTAS)
-    ]
+
+    pending = [read_delta(path) for path in paths[WARM_UP:]]
     apply_seconds = []
     meanwhile = {}
     for pause_s in (0.0, 1.0):
@@ -244,8 +269,9 @@ def deltas(model: Rows, folder: Path, ids: Tensor) -> None:
             time.sleep(max(0.0, begin + pause_s - clock()))
         meanwhile[pause_s] = reader.end()
     assert replica.recstore_version() == base.recstore_version()
-    always_p99 = meanwhile[0.0]["p99"]
-    each_second_p99 = meanwhile[1.0]["p99"]
+
+    always_over_rest = meanwhile[0.0]["p99"] / at_rest["p99"]
+    each_second_over_rest = meanwhile[1.0]["p99"] / at_rest["p99"]
     emit(
         {
             "benchmark": "serving_delta",
@@ -256,29 +282,62 @@ def deltas(model: Rows, folder: Path, ids: Tensor) -> None:
             "apply_ms": spread(apply_seconds),
             "read_at_rest_ms": at_rest,
             "read_meanwhile_ms": meanwhile[0.0],
-            "p99_meanwhile_over_at_rest": round(always_p99 / at_rest["p99"], 2),
-            "p99_delta_each_second_over_at_rest": round(
-                each_second_p99 / at_rest["p99"], 2
-            ),
+            "p99_meanwhile_over_at_rest": round(always_over_rest, 2),
+            "p99_delta_each_second_over_at_rest": round(each_second_over_rest, 2),
         }
     )
 
 
-def mapped(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
+def make_delta(
+    model: Rows,
+    base: Any,
+    ids: Tensor,
+    path: Path,
+) -> float:
+    """Changes rows, writes their delta, and applies it to the base.
+
+    Returns:
+        The seconds of making the delta.
+    """
+    changed_places = torch.randperm(len(ids))[:CHANGED]
+    rows = model.train()(ids[changed_places])
+    rows.sum().backward()
+
+    begin = clock()
+    info = export_delta(model, path, base=base)
+    seconds = clock() - begin
+    # an update may round to the same int8 row
+    assert info.tables["t"].rows > 0.99 * CHANGED
+    base.apply_delta(read_delta(info.path))
+    return seconds
+
+
+def mapped(
+    model: Rows,
+    folder: Path,
+    ids: Tensor,
+    steps: int,
+) -> None:
     """Compares a model whose rows are mapped with one whose rows are in memory.
 
     The lookups with one thread and the memory are compared.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    batches = [ids[torch.randint(0, len(ids), (BATCH,))] for _ in range(8)]
+    batches = random_batches(ids, count=8, size=BATCH)
     mapped_path = folder / "mapped.pt"
     memory_path = folder / "memory.pt"
     paths = {"mapped": mapped_path, "memory": memory_path}
     for name, dtype in FORMATS.items():
         sides = {}
         for rows, path in paths.items():
-            export_for_inference(model, path, dtype=dtype, index="hash", rows=rows)
+            export_for_inference(
+                model,
+                path,
+                dtype=dtype,
+                index="hash",
+                rows=rows,
+            )
             sides[rows] = timed(torch.jit.load(path), batches)
         timings = interleave(sides, steps, warm_up=40)
         speedups = ratios(timings["memory"], timings["mapped"])
@@ -288,6 +347,7 @@ def mapped(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
         rows_and_ids = len(ids) * (8 + row_bytes)
         memory = loaded_bytes(memory_path, processes=1)["anonymous"]
         mapped_memory = 2 * loaded_bytes(mapped_path, processes=2)["pss"]
+        mapped_over_file = mapped_memory / mapped_path.stat().st_size
         emit(
             {
                 "benchmark": "serving_mapped",
@@ -297,9 +357,7 @@ def mapped(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
                 "million_ids_per_second": million_a_second(timings, BATCH),
                 "mapped_over_memory": spread(speedups, scale=1),
                 "memory_over_rows_and_ids": round(memory / rows_and_ids, 3),
-                "two_processes_over_file": round(
-                    mapped_memory / mapped_path.stat().st_size, 3
-                ),
+                "two_processes_over_file": round(mapped_over_file, 3),
             }
         )
     torch.set_num_threads(threads)
@@ -322,7 +380,8 @@ def on_servers(ids: Tensor, steps: int) -> None:
             tables = TableOnServers(
                 name, dim, torch.float32, rows_addresses, False, True
             )
-            remote = scripted(ServedTables([ServerTable(name, "float32", tables)]))
+            server_table = ServerTable(name, "float32", tables)
+            remote = scripted(ServedTables([server_table]))
             local_table = HashedTable(name, dim, "float32", ids, rows)
             local = scripted(ServedTables([local_table]))
             sides = {
@@ -331,10 +390,10 @@ def on_servers(ids: Tensor, steps: int) -> None:
                 "TCP": served_lookup(remote, name, ids, "TCP"),
             }
             timings = interleave(sides, steps, warm_up=8)
-            speedups = {
-                transport: spread(ratios(timings["memory"], timings[transport]), 1)
-                for transport in ("shared memory", "TCP")
-            }
+            speedups = {}
+            for transport in ("shared memory", "TCP"):
+                over_memory = ratios(timings["memory"], timings[transport])
+                speedups[transport] = spread(over_memory, 1)
             emit(
                 {
                     "benchmark": "serving_servers",
@@ -348,13 +407,19 @@ def on_servers(ids: Tensor, steps: int) -> None:
     torch.set_num_threads(threads)
 
 
-def served_lookup(served: Any, name: str, ids: Tensor, transport: str) -> Side:
+def served_lookup(
+    served: Any,
+    name: str,
+    ids: Tensor,
+    transport: str,
+) -> Side:
     """Returns a side that looks up random ids by a transport."""
 
     def side(_: int) -> Timing:
         os.environ["RECSTORE_SHARED_MEMORY"] = "0" if transport == "TCP" else "1"
         # the other sides have not read these rows
-        batch = ids[torch.randint(0, len(ids), (SERVERS_BATCH,))]
+        places = torch.randint(0, len(ids), (SERVERS_BATCH,))
+        batch = ids[places]
         begin = clock()
         rows = served.lookup(name, batch)
         seconds = clock() - begin
@@ -371,17 +436,25 @@ def loaded_bytes(path: Path, processes: int) -> dict[str, int]:
         ``anonymous``, the memory of one of them without the file, and ``pss``, its
         share of the file, in bytes.
     """
-    command = [sys.executable, __file__, "--folder", str(path), "--part", "loaded"]
+    command = [sys.executable, __file__]
+    command += ["--folder", str(path)]
+    command += ["--part", "loaded"]
     parts = []
     for _ in range(processes):
         part = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         parts.append(part)
     for part in parts:
         assert part.stdout is not None
         part.stdout.readline()  # The model is loaded.
-    replies = [part.communicate("go\n")[0] for part in parts]
+    replies = []
+    for part in parts:
+        reply, _ = part.communicate("go\n")
+        replies.append(reply)
     memory: dict[str, int] = json.loads(replies[0])
     return memory
 
@@ -403,24 +476,38 @@ def print_loaded(path: Path) -> None:
     shared_bytes = 0
     smaps = Path("/proc/self/smaps").read_text().splitlines()
     for number, line in enumerate(smaps):
-        if line.endswith(str(path)):  # the lines of a mapping follow
-            entry = smaps[number : number + 8]
-            shares = [line for line in entry if line.startswith("Pss:")]
-            shared_bytes += sum(int(share.split()[1]) << 10 for share in shares)
-    print(json.dumps({"anonymous": model_bytes, "pss": shared_bytes}), flush=True)
+        if line.endswith(str(path)):
+            following = smaps[number : number + 8]  # the lines of the mapping
+            for entry in following:
+                if entry.startswith("Pss:"):
+                    kib = int(entry.split()[1])
+                    shared_bytes += kib << 10
+    memory = {"anonymous": model_bytes, "pss": shared_bytes}
+    print(json.dumps(memory), flush=True)
 
 
-def load(model: Rows, folder: Path, rows: int, steps: int) -> None:
+def load(
+    model: Rows,
+    folder: Path,
+    rows: int,
+    steps: int,
+) -> None:
     """Compares the load of an export with reading its file."""
     for name, dtype in FORMATS.items():
         path = folder / "load.pt"
-        export_for_inference(model, path, dtype=dtype, index="hash")
+        export_for_inference(
+            model,
+            path,
+            dtype=dtype,
+            index="hash",
+        )
 
         sides = {
             "load": timed(torch.jit.load, [path]),
             "read": timed(Path.read_bytes, [path]),
         }
         timings = interleave(sides, steps, warm_up=1)
+        load_over_read = ratios(timings["load"], timings["read"])
         emit(
             {
                 "benchmark": "serving_load",
@@ -429,9 +516,7 @@ def load(model: Rows, folder: Path, rows: int, steps: int) -> None:
                 "bytes": path.stat().st_size,
                 "load_ms": spread(step_seconds(timings["load"])),
                 "read_ms": spread(step_seconds(timings["read"])),
-                "load_over_read": spread(
-                    ratios(timings["load"], timings["read"]), scale=1
-                ),
+                "load_over_read": spread(load_over_read, scale=1),
             }
         )
 
@@ -443,29 +528,48 @@ class Clicks(nn.Module):
         super().__init__()
         self.bags = nn.ModuleList(
             RecStoreEmbeddingBag(
-                1, DIM, name=f"{name}{number}", mode="sum", lr=0.05, options=OPTIONS
+                1,
+                DIM,
+                name=f"{name}{number}",
+                mode="sum",
+                lr=0.05,
+                options=OPTIONS,
             )
             for number in range(bags)
         )
         self.over = nn.Sequential(
-            nn.Linear(DIM * bags, 256), nn.ReLU(), nn.Linear(256, 1)
+            nn.Linear(DIM * bags, 256),
+            nn.ReLU(),
+            nn.Linear(256, 1),
         )
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, bags, L) -> (B, 1): the log odds."""
-        pooled = [bag(ids[:, number]) for number, bag in enumerate(self.bags)]
+        pooled = []
+        for number, bag in enumerate(self.bags):
+            pooled.append(bag(ids[:, number]))
         logits: Tensor = self.over(torch.cat(pooled, dim=1))
         return logits
 
 
-def train_step(model: Clicks, dense: torch.optim.Optimizer, ids: Tensor) -> None:
+def train_step(
+    model: Clicks,
+    dense: torch.optim.Optimizer,
+    ids: Tensor,
+) -> None:
     """Trains on a batch, (B, bags, L), whose labels follow from the ids."""
-    labels = (ids[:, 0, 1:2] % 3 == 0).float()
+    label_ids = ids[:, 0, 1:2]
+    labels = (label_ids % 3 == 0).float()
     logits = model.train()(ids)
     loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
     loss.backward()
     dense.step()
     dense.zero_grad()
+
+
+def popular_ids(*shape: int) -> Tensor:
+    """Returns ids, of which the smallest are the most frequent."""
+    return (torch.rand(*shape) ** 4 * 200_000).long()
 
 
 def publisher(folder: Path, seconds: float) -> None:
@@ -476,7 +580,7 @@ def publisher(folder: Path, seconds: float) -> None:
     torch.manual_seed(0)
     model = Clicks()
     dense = torch.optim.SGD(model.over.parameters(), lr=0.01)
-    batches = [(torch.rand(1024, 8, 2) ** 4 * 200_000).long() for _ in range(64)]
+    batches = [popular_ids(1024, 8, 2) for _ in range(64)]
 
     def train(steps: int, step: Callable[[], object]) -> float:
         begin = clock()
@@ -490,20 +594,22 @@ def publisher(folder: Path, seconds: float) -> None:
     steps = max(10, math.ceil(seconds / 6 / step_s))
     alone: list[Timing] = []
     publishing: list[Timing] = []
-    with DeltaPublisher(
-        model, folder / "published", every_s=EVERY_S
-    ) as delta_publisher:
+    published = folder / "published"
+    with DeltaPublisher(model, published, every_s=EVERY_S) as delta_publisher:
         delta_publisher.step()
         delta_publisher._writer.wait()  # type: ignore[union-attr]
         for _ in range(3):
-            alone.append((train(steps, lambda: None) / steps,))
+            alone_s = train(steps, lambda: None)
+            alone.append((alone_s / steps,))
+
             begin = clock()
             train(steps, delta_publisher.step)
             delta_publisher._writer.wait()  # type: ignore[union-attr]
-            publishing.append(((clock() - begin) / steps,))
+            publishing_s = clock() - begin
+            publishing.append((publishing_s / steps,))
         publications = delta_publisher._writer._number  # type: ignore[union-attr]
-    alone_s = statistics.median(step_seconds(alone))
-    publishing_s = statistics.median(step_seconds(publishing))
+    alone_median_s = statistics.median(step_seconds(alone))
+    publishing_median_s = statistics.median(step_seconds(publishing))
     emit(
         {
             "benchmark": "serving_publisher",
@@ -511,8 +617,8 @@ def publisher(folder: Path, seconds: float) -> None:
             "batch": 1024,
             "steps": steps,
             "publications": publications,
-            "alone_ms": round(alone_s * 1e3, 3),
-            "with_ms": round(publishing_s * 1e3, 3),
+            "alone_ms": round(alone_median_s * 1e3, 3),
+            "with_ms": round(publishing_median_s * 1e3, 3),
             "with_over_alone": spread(ratios(publishing, alone), scale=1),
         }
     )
@@ -542,11 +648,13 @@ def bare_server(folder: Path) -> None:
 
         async def serve() -> None:
             application = Application(
-                [("/predict", Predict)], log_function=lambda handler: None
+                [("/predict", Predict)],
+                log_function=lambda handler: None,
             )
             sockets = bind_sockets(0, "127.0.0.1")
             HTTPServer(application).add_sockets(sockets)
-            print(f"127.0.0.1:{sockets[0].getsockname()[1]}", flush=True)
+            _, port = sockets[0].getsockname()
+            print(f"127.0.0.1:{port}", flush=True)
             await asyncio.Event().wait()
 
         asyncio.run(serve())
@@ -557,21 +665,19 @@ def predictions(folder: Path, steps: int) -> None:
 
     Both servers have the same library.
     """
-    torch.manual_seed(0)
-    model = Clicks()
     folder = folder / "http"
     published = folder / "published"
-    model((torch.rand(1024, 8, 2) * 10_000).long()).sum().backward()
-    with DeltaPublisher(model.eval(), published, every_s=0) as delta_publisher:
-        delta_publisher.step()
+    publish_clicks(published)
     follow_command = [sys.executable, "-m", "torchrec_recstore.cli", "follow"]
-    follow_command += [str(published), "--listen", "127.0.0.1:0"]
-    follow_command += ["--http", "127.0.0.1:0", "--json"]
-    bare_command = [sys.executable, __file__, "--folder", str(folder), "--part", "bare"]
-    bodies = []
-    for _ in range(64):
-        ids = (torch.rand(1, 8, 2) * 10_000).long()
-        bodies.append(json.dumps({"arguments": {"ids": ids.tolist()}}))
+    follow_command.append(str(published))
+    follow_command += ["--listen", "127.0.0.1:0"]
+    follow_command += ["--http", "127.0.0.1:0"]
+    follow_command.append("--json")
+    bare_command = [sys.executable, __file__]
+    bare_command += ["--folder", str(folder)]
+    bare_command += ["--part", "bare"]
+
+    bodies = prediction_bodies()
     following = subprocess.Popen(follow_command, stdout=subprocess.PIPE, text=True)
     bare = subprocess.Popen(bare_command, stdout=subprocess.PIPE, text=True)
     try:
@@ -606,6 +712,26 @@ def predictions(folder: Path, steps: int) -> None:
     )
 
 
+def prediction_bodies() -> list[str]:
+    """Returns the JSON of 64 requests."""
+    bodies = []
+    for _ in range(64):
+        ids = (torch.rand(1, 8, 2) * 10_000).long()
+        arguments = {"ids": ids.tolist()}
+        bodies.append(json.dumps({"arguments": arguments}))
+    return bodies
+
+
+def publish_clicks(published: Path) -> None:
+    """Publishes a model that has made a step."""
+    torch.manual_seed(0)
+    model = Clicks()
+    ids = (torch.rand(1024, 8, 2) * 10_000).long()
+    model(ids).sum().backward()
+    with DeltaPublisher(model.eval(), published, every_s=0) as delta_publisher:
+        delta_publisher.step()
+
+
 def predict(connection: http.client.HTTPConnection, body: str) -> int:
     """Asks for a prediction, and returns the status."""
     connection.request("POST", "/predict", body)
@@ -627,11 +753,13 @@ def generate(url: str, seconds: float) -> None:
     seconds_passed = 0.0
     while seconds_passed < seconds:
         due = int(seconds_passed * RATE)
-        ids = (torch.rand(max(0, due - written), 8) ** 4 * 200_000).long()
+        clicks = max(0, due - written)
+        ids = popular_ids(clicks, 8)
         ids[:, 0] = torch.arange(written, due) + FIRST_CLICK_ID
         with client.pipeline(transaction=False) as pipe:
             for click in ids:
-                pipe.xadd("clicks", {"ids": click.numpy().tobytes()})
+                content = click.numpy().tobytes()
+                pipe.xadd("clicks", {"ids": content})
             pipe.execute()
         written = due
         time.sleep(0.02)
@@ -651,7 +779,9 @@ def train_on_stream(url: str, folder: Path) -> None:
     client = redis.Redis.from_url(url)
     last = b"0"
     with DeltaPublisher(
-        model, folder / "published", every_s=EVERY_S
+        model,
+        folder / "published",
+        every_s=EVERY_S,
     ) as delta_publisher:
         while True:
             delta_publisher.step()
@@ -659,8 +789,10 @@ def train_on_stream(url: str, folder: Path) -> None:
             if streams:
                 _, entries = streams[0]
                 last, _ = entries[-1]
-                content = b"".join(fields[b"ids"] for _, fields in entries)
-                ids = torch.frombuffer(bytearray(content), dtype=torch.int64)
+                content = bytearray()
+                for _, fields in entries:
+                    content += fields[b"ids"]
+                ids = torch.frombuffer(content, dtype=torch.int64)
                 train_step(model, dense, ids.view(-1, 1, 8))
 
 
@@ -687,16 +819,19 @@ def follow_stream(url: str, folder: Path, seconds: float) -> None:
                 _, entries = streams[0]
                 last, _ = entries[-1]
                 for entry_id, _ in entries:
-                    written_ms.append(int(entry_id.partition(b"-")[0]))
+                    milliseconds, _, _ = entry_id.partition(b"-")
+                    written_ms.append(int(milliseconds))
             if served.recstore_version() != version:
                 version = served.recstore_version()
-                waiting = torch.arange(len(ages), len(written_ms)) + FIRST_CLICK_ID
-                _, has_row = served.recstore_rows_of("t0", waiting)
-                newly_served = int(has_row.sum())
-                for click_ms in written_ms[len(ages) : len(ages) + newly_served]:
+                numbers = torch.arange(len(ages), len(written_ms))
+                _, has_row = served.recstore_rows_of("t0", numbers + FIRST_CLICK_ID)
+                first = len(ages)
+                end = first + int(has_row.sum())
+                for click_ms in written_ms[first:end]:
                     ages.append((now_ms - click_ms) / 1e3)
             time.sleep(0.01)
-    print(json.dumps({"ages": ages, "clicks": len(written_ms)}), flush=True)
+    result = {"ages": ages, "clicks": len(written_ms)}
+    print(json.dumps(result), flush=True)
 
 
 def stream(folder: Path, seconds: float) -> None:
@@ -710,15 +845,22 @@ def stream(folder: Path, seconds: float) -> None:
         if url is None:
             print("serving_stream needs redis-server", file=sys.stderr)
             return
-        command = [sys.executable, __file__, "--url", url, "--folder", str(folder)]
-        command += ["--seconds", str(seconds), "--part"]
+        command = [sys.executable, __file__]
+        command += ["--url", url]
+        command += ["--folder", str(folder)]
+        command += ["--seconds", str(seconds)]
+        command.append("--part")
         try:
             trainer = subprocess.Popen(
-                [*command, "trainer"], stdout=subprocess.PIPE, text=True
+                [*command, "trainer"],
+                stdout=subprocess.PIPE,
+                text=True,
             )
             parts.append(trainer)
             follower = subprocess.Popen(
-                [*command, "follower"], stdout=subprocess.PIPE, text=True
+                [*command, "follower"],
+                stdout=subprocess.PIPE,
+                text=True,
             )
             parts.append(follower)
             assert follower.stdout is not None
@@ -743,7 +885,12 @@ def stream(folder: Path, seconds: float) -> None:
     )
 
 
-def run_part(part: str, url: str, folder: Path, seconds: float) -> None:
+def run_part(
+    part: str,
+    url: str,
+    folder: Path,
+    seconds: float,
+) -> None:
     """Runs a part in this process, which a measurement has started."""
     if part == "generator":
         generate(url, seconds)
@@ -760,10 +907,13 @@ def run_part(part: str, url: str, folder: Path, seconds: float) -> None:
 def main() -> None:
     """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--rows", default="200000,1000000,2000000,10000000", help="numbers of rows"
+        "--rows",
+        default="200000,1000000,2000000,10000000",
+        help="numbers of rows",
     )
     parser.add_argument(
         "--seconds",

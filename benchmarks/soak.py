@@ -501,7 +501,11 @@ def print_judgements(judgements: Sequence[Judgement]) -> None:
     Console(width=145).print(table)
 
 
-def finish(folder: Path, document: dict[str, Any], bound: float) -> bool:
+def finish(
+    folder: Path,
+    document: dict[str, Any],
+    bound: float,
+) -> bool:
     """Judges the samples, and writes the results and the plot.
 
     Returns:
@@ -597,7 +601,12 @@ def run_command(
         raise SystemExit(f"{folder} exists: name a new folder")
     folder.mkdir(parents=True)
     folder = folder.absolute()
-    flags = {"hours": hours, "rate": rate, "seed": seed, "every_s": every}
+    flags = {
+        "hours": hours,
+        "rate": rate,
+        "seed": seed,
+        "every_s": every,
+    }
     (folder / "flags.json").write_text(json.dumps(flags))
     exact = {}
     try:

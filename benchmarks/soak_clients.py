@@ -73,11 +73,14 @@ class Oracle:
 
     def random_places(self) -> Tensor:
         """Returns distinct places of ids, at most ``BATCH``. Few places are frequent."""
-        places = (self._random.random(BATCH) ** 3 * IDS).astype(np.int64)
-        return torch.from_numpy(np.unique(places))
+        draws = self._random.random(BATCH) ** 3 * IDS
+        places = np.unique(draws.astype(np.int64))
+        return torch.from_numpy(places)
 
     def step(
-        self, update: Callable[[Tensor, Tensor], None], read: Callable[[Tensor], Tensor]
+        self,
+        update: Callable[[Tensor, Tensor], None],
+        read: Callable[[Tensor], Tensor],
     ) -> None:
         """Makes one update and one read.
 
@@ -86,7 +89,8 @@ class Oracle:
             read: Takes ids, (N,), and returns rows, (N, DIM).
         """
         places = self.random_places()
-        grads = self._random.integers(-3, 4, (len(places), DIM)).astype(np.float32)
+        whole_numbers = self._random.integers(-3, 4, (len(places), DIM))
+        grads = whole_numbers.astype(np.float32)
         update(places * SPREAD, torch.from_numpy(grads))
         self.rows[places.numpy()] -= grads
         self.updates += 1
@@ -99,18 +103,22 @@ class Oracle:
             AssertionError: A row is not exact.
         """
         rows = read(places * SPREAD).numpy()
-        wrong = (rows != self.rows[places.numpy()]).any(axis=1)
+        expected_rows = self.rows[places.numpy()]
+        is_wrong = (rows != expected_rows).any(axis=1)
         self.reads += 1
-        if wrong.any():
-            place = int(places[int(wrong.argmax())])
+        if is_wrong.any():
+            num_wrong = int(is_wrong.sum())
+            first_wrong = int(is_wrong.argmax())
+            place = int(places[first_wrong])
             raise AssertionError(
-                f"{int(wrong.sum())} of {len(places)} rows are not exact, first that of"
-                f" place {place}"
+                f"{num_wrong} of {len(places)} rows are not exact,"
+                f" first that of place {place}"
             )
 
     def check_all(self, read: Callable[[Tensor], Tensor]) -> None:
         """Compares all rows."""
-        for places in torch.arange(IDS).split(4 * BATCH):
+        all_places = torch.arange(IDS)
+        for places in all_places.split(4 * BATCH):
             self.check(read, places)
 
     def report(self) -> dict[str, Any]:
@@ -132,7 +140,10 @@ def rows(folder: Path) -> dict[str, Any]:
             oracles.append(Oracle(seed))
         while not (folder / "stop").exists():
             for client, oracle in zip(clients, oracles, strict=True):
-                oracle.step(partial(client.update, "t"), partial(client.pull, "t"))
+                oracle.step(
+                    update=partial(client.update, "t"),
+                    read=partial(client.pull, "t"),
+                )
             time.sleep(PAUSE_S)
         for number, oracle in enumerate(oracles):
             client = clients[number]
@@ -239,11 +250,11 @@ def asks(folder: Path) -> dict[str, Any]:
                 values=values,
                 lengths=lengths,
             )
-            request = messages.PredictRequest(
-                arguments={"features": messages.Argument(jagged=features)}
-            )
+            argument = messages.Argument(jagged=features)
+            request = messages.PredictRequest(arguments={"features": argument})
             try:
-                (output,) = stub.Predict(request, timeout=5.0).outputs.values()
+                reply = stub.Predict(request, timeout=5.0)
+                (output,) = reply.outputs.values()
                 logits = np.frombuffer(output.data, np.float32)
                 if len(logits) != 2 or not np.isfinite(logits).all():
                     raise AssertionError(f"the follower has answered {logits}")

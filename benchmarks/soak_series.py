@@ -322,7 +322,8 @@ def _span(points: list[Sample]) -> float:
 
 
 def _ends(
-    points: list[Sample], value_of: Callable[[Sample], float]
+    points: list[Sample],
+    value_of: Callable[[Sample], float],
 ) -> tuple[float, float]:
     """Returns the medians of the first and of the last fifth of the points.
 
@@ -419,8 +420,6 @@ def plot(
         "files": ("open files", 1.0),
         "threads": ("threads", 1.0),
     }
-    names = list(dict.fromkeys(columns["process"] for columns in series))
-    colours = pyplot.get_cmap("tab10")
     figure, axes = pyplot.subplots(
         nrows=len(panels),
         figsize=(9, 12),
@@ -428,21 +427,7 @@ def plot(
         layout="constrained",
     )
     for axis, (column, (label, scale)) in zip(axes, panels.items(), strict=True):
-        drawn_names = set()
-        for columns in series:
-            hours = [second / 3600 for second in columns["second"]]
-            values = [value * scale for value in columns[column]]
-            name = columns["process"]
-            number = names.index(name)
-            axis.plot(
-                hours,
-                values,
-                color=colours(number % 10),
-                linestyle="-" if number < 10 else "--",
-                linewidth=1.3,
-                label=None if name in drawn_names else name,
-            )
-            drawn_names.add(name)
+        _draw_series(axis, series, column, scale)
         for second, _ in kills:
             axis.axvline(
                 second / 3600,
@@ -463,3 +448,31 @@ def plot(
     )
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
+
+
+def _draw_series(
+    axis: Any,
+    series: Sequence[dict[str, Any]],
+    column: str,
+    scale: float,
+) -> None:
+    """Draws a column of each series, with one label for each process."""
+    from matplotlib import pyplot
+
+    colours = pyplot.get_cmap("tab10")
+    names = list(dict.fromkeys(columns["process"] for columns in series))
+    drawn_names = set()
+    for columns in series:
+        hours = [second / 3600 for second in columns["second"]]
+        values = [value * scale for value in columns[column]]
+        name = columns["process"]
+        number = names.index(name)
+        axis.plot(
+            hours,
+            values,
+            color=colours(number % 10),
+            linestyle="-" if number < 10 else "--",
+            linewidth=1.3,
+            label=None if name in drawn_names else name,
+        )
+        drawn_names.add(name)
