@@ -78,17 +78,24 @@ class Rows:
         return len(self.labels)
 
     def __getitem__(self, part: slice) -> Rows:
-        return Rows(self.labels[part], self.dense[part], self.ids[part])
+        return Rows(
+            self.labels[part],
+            self.dense[part],
+            self.ids[part],
+        )
 
 
 def concat(parts: list[Rows]) -> Rows:
     """Concatenates parts in their order."""
     if len(parts) == 1:
         return parts[0]
+    labels = [part.labels for part in parts]
+    dense = [part.dense for part in parts]
+    ids = [part.ids for part in parts]
     return Rows(
-        np.concatenate([part.labels for part in parts]),
-        np.concatenate([part.dense for part in parts]),
-        np.concatenate([part.ids for part in parts]),
+        np.concatenate(labels),
+        np.concatenate(dense),
+        np.concatenate(ids),
     )
 
 
@@ -147,7 +154,11 @@ def parse_fast(data: bytes) -> Rows | None:
         return None
     try:
         frame = pl.read_csv(
-            data, has_header=False, separator="\t", quote_char=None, schema=_SCHEMA
+            data,
+            has_header=False,
+            separator="\t",
+            quote_char=None,
+            schema=_SCHEMA,
         )
         frame = frame.select(
             pl.col(DENSE_NAMES).fill_null(0),
@@ -219,8 +230,11 @@ def _show(field: bytes) -> str:
 
 def _integer(field: bytes) -> int:
     # int() refuses more than 4300 digits, and a field may have more leading zeros.
-    digits = field.removeprefix(b"-").lstrip(b"0")[:20] or b"0"
-    return -int(digits) if field.startswith(b"-") else int(digits)
+    digits = field.removeprefix(b"-").lstrip(b"0")
+    number = int(digits[:20] or b"0")
+    if field.startswith(b"-"):
+        return -number
+    return number
 
 
 def _parse_slow(lines: list[bytes]) -> Rows:
@@ -229,9 +243,11 @@ def _parse_slow(lines: list[bytes]) -> Rows:
     ids = []
     for line in lines:
         label, *fields = line.split(b"\t")
+        dense_fields = fields[:NUM_DENSE]
+        id_fields = fields[NUM_DENSE:]
         labels.append(int(label))
-        dense.append([_integer(field) for field in fields[:NUM_DENSE]])
-        ids.append([int(field or b"0", 16) for field in fields[NUM_DENSE:]])
+        dense.append([_integer(field) for field in dense_fields])
+        ids.append([int(field or b"0", 16) for field in id_fields])
     # reshape, because there may be no line
     dense_rows = np.array(dense, np.int64).reshape(-1, NUM_DENSE)
     id_rows = np.array(ids, np.uint64).reshape(-1, NUM_IDS)
@@ -276,8 +292,11 @@ def parse(data: bytes, on_bad: Callable[[int, str | None, str], None]) -> Rows:
         else:
             column, reason = fault
             on_bad(index, column, reason)
-    rows = parse_fast(b"".join(line + b"\n" for line in good))
-    return rows if rows is not None else _parse_slow(good)
+    good_data = b"".join(line + b"\n" for line in good)
+    rows = parse_fast(good_data)
+    if rows is None:
+        rows = _parse_slow(good)
+    return rows
 
 
 def _is_gzip(path: str) -> bool:
@@ -331,7 +350,9 @@ def _unpack(file: FileIO, path: str, block_bytes: int) -> Iterator[bytes]:
 
 
 def _read_lines(
-    path: str, offset: int, block_bytes: int
+    path: str,
+    offset: int,
+    block_bytes: int,
 ) -> Iterator[tuple[bytes, int]]:
     """Yields (complete lines, offset of their end).
 
@@ -472,14 +493,22 @@ class CriteoFile:
             num_lines = _count_lines(data)
             last = first + num_lines
             if stop is not None and last > stop:
-                data = data[: _skip_lines(data, stop - first)]
+                end_byte = _skip_lines(data, stop - first)
+                data = data[:end_byte]
             if start < last and first < start:
-                data = data[_skip_lines(data, start - first) :]
+                begin_byte = _skip_lines(data, start - first)
+                data = data[begin_byte:]
             if start < last:
                 yield max(first, start), data, end
             first = last
 
-    def _on_bad(self, first: int, index: int, column: str | None, reason: str) -> None:
+    def _on_bad(
+        self,
+        first: int,
+        index: int,
+        column: str | None,
+        reason: str,
+    ) -> None:
         if not self.skip_bad_rows:
             place = f"line {first + index + 1}"
             if column:

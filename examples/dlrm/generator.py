@@ -111,9 +111,11 @@ class Generator:
     def rows(self, start: int, stop: int) -> Iterator[Rows]:
         """Yields rows ``[start, stop)`` in blocks."""
         for first, block in self._blocks(start, stop):
-            rows = Rows(block.labels, transform_dense(block.dense), block.ids)
-            part = slice(max(start - first, 0), stop - first)
-            yield rows[part]
+            dense = transform_dense(block.dense)
+            rows = Rows(block.labels, dense, block.ids)
+            begin = max(start - first, 0)
+            end = stop - first
+            yield rows[begin:end]
 
     def lines(self, start: int, stop: int) -> Iterator[bytes]:
         """Yields rows ``[start, stop)`` as lines of a Criteo TSV file.
@@ -164,7 +166,10 @@ class Generator:
         )
 
     def _ids(
-        self, feature: int, times: npt.NDArray[np.float64], random: np.random.Generator
+        self,
+        feature: int,
+        times: npt.NDArray[np.float64],
+        random: np.random.Generator,
     ) -> npt.NDArray[np.uint64]:
         """Draws one id for each row.
 
@@ -173,11 +178,15 @@ class Generator:
         """
         width = POPULATION[feature]
         uniform = 1 - random.random(len(times))
-        ages = np.minimum(width * (uniform ** (-1 / TAIL) - 1), 2.0**52)
+        widths = uniform ** (-1 / TAIL) - 1
+        ages = np.minimum(width * widths, 2.0**52)
         # Features with few ids, like a country or a device type, do not drift.
-        newest = times * (width / DRIFT_ROWS) if width > 100 else 0.0
+        newest: npt.NDArray[np.float64] | float = 0.0
+        if width > 100:
+            newest = times * (width / DRIFT_ROWS)
         members = np.floor(newest - ages).astype(np.int64)
-        ids = _mix(members.view(np.uint64) + self._id_salts[feature])
+        salted = members.view(np.uint64) + self._id_salts[feature]
+        ids = _mix(salted)
         # An empty field of the format reads as 0.
         is_empty = random.random(len(times), np.float32) < EMPTY_IDS[feature]
         ids[is_empty] = 0
@@ -187,9 +196,11 @@ class Generator:
 def _line(block: _Block, row: int) -> bytes:
     """Returns a row of a block as a line of a Criteo TSV file."""
     fields = [str(block.labels[row])]
-    for number, is_empty in zip(block.dense[row], block.dense_empty[row], strict=True):
+    dense = zip(block.dense[row], block.dense_empty[row], strict=True)
+    for number, is_empty in dense:
         fields.append("" if is_empty else str(number))
-    for id_ in block.ids[row].astype(np.uint64).tolist():
+    ids = block.ids[row].astype(np.uint64)
+    for id_ in ids.tolist():
         fields.append(f"{id_:016x}" if id_ else "")
     return "\t".join(fields).encode() + b"\n"
 

@@ -100,9 +100,11 @@ def splits(source: RowSource) -> tuple[range, range, range]:
         DataError: A part would be empty.
     """
     num_rows = source.num_rows
-    train = range(num_rows * 8 // 10)
-    validation = range(train.stop, num_rows * 9 // 10)
-    test = range(validation.stop, num_rows)
+    train_end = num_rows * 8 // 10
+    validation_end = num_rows * 9 // 10
+    train = range(train_end)
+    validation = range(train_end, validation_end)
+    test = range(validation_end, num_rows)
     if not (train and validation and test):
         raise DataError(f"{source.path}: {num_rows} rows are too few to split 80/10/10")
     return train, validation, test
@@ -115,7 +117,11 @@ def good_rows(bad_lines: Sequence[int], part: range) -> int:
     return len(part) - (end_bad - first_bad)
 
 
-def behind(bad_lines: Sequence[int], part: range, count: int) -> range:
+def behind(
+    bad_lines: Sequence[int],
+    part: range,
+    count: int,
+) -> range:
     """Returns the lines of a part after its first ``count`` good rows.
 
     ``bad_lines`` must be ascending.
@@ -127,13 +133,19 @@ def behind(bad_lines: Sequence[int], part: range, count: int) -> range:
         return bad_lines[first_bad + number] - part.start - number
 
     skipped = bisect_left(
-        range(len(bad_lines) - first_bad), count, key=good_rows_before
+        range(len(bad_lines) - first_bad),
+        count,
+        key=good_rows_before,
     )
     begin = part.start + count + skipped
     return range(min(begin, part.stop), part.stop)
 
 
-def steps_in_epoch(settings: Settings, source: RowSource, training: range) -> int:
+def steps_in_epoch(
+    settings: Settings,
+    source: RowSource,
+    training: range,
+) -> int:
     """Returns the number of training steps in an epoch.
 
     A last step that has fewer samples than ranks is left out.
@@ -160,7 +172,13 @@ def batches_of(
     rank, world_size = rank_and_world_size()
     pieces = cut(source.rows(part.start, part.stop), batch_rows)
     return read_ahead(
-        batches_of_rank(pieces, rank, world_size, modulo=settings.modulo, even=even)
+        batches_of_rank(
+            pieces,
+            rank,
+            world_size,
+            modulo=settings.modulo,
+            even=even,
+        )
     )
 
 
@@ -241,7 +259,8 @@ def batches_of_rank(
 
 
 def read_ahead(
-    items: Iterator[T], depth: int = READ_AHEAD_BATCHES
+    items: Iterator[T],
+    depth: int = READ_AHEAD_BATCHES,
 ) -> ReadAhead[T, None, None]:
     """Runs an iterator in a separate thread, at most ``depth`` items ahead.
 
@@ -298,9 +317,17 @@ def read_only(settings: Settings) -> None:
     source = open_source(settings)
     samples = 0
     begin = time.perf_counter()
-    batches = batches_of(settings, source, range(source.num_rows), settings.batch_size)
+    batches = batches_of(
+        settings,
+        source,
+        range(source.num_rows),
+        settings.batch_size,
+    )
     bar = progress_bar(
-        desc="reading", unit=" samples", total=source.num_rows, leave=False
+        desc="reading",
+        unit=" samples",
+        total=source.num_rows,
+        leave=False,
     )
     with bar, closing(batches):
         for batch in batches:

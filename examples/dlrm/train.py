@@ -76,7 +76,10 @@ class Settings(TableSettings):
         None, DATA, "Criteo TSV file, plain or gzip. Default: generated rows."
     )
     limit_rows: int | None = flag(
-        None, DATA, "Number of rows to read or to generate.", min=1
+        None,
+        DATA,
+        "Number of rows to read or to generate.",
+        min=1,
     )
     skip_bad_rows: bool = flag(
         False, DATA, "Skip bad lines and count them.", "--skip-bad-rows"
@@ -87,17 +90,33 @@ class Settings(TableSettings):
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = flag(
         "rowwise_adagrad", MODEL, "Optimizer of the embeddings."
     )
-    lr: float = flag(0.01, MODEL, "Learning rate of the embeddings.", min=0.0)
+    lr: float = flag(
+        0.01,
+        MODEL,
+        "Learning rate of the embeddings.",
+        min=0.0,
+    )
     dense_lr: float = flag(
-        0.001, MODEL, "Learning rate of the dense layers (Adam).", min=0.0
+        0.001,
+        MODEL,
+        "Learning rate of the dense layers (Adam).",
+        min=0.0,
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
         "constant", MODEL, "Schedule of both learning rates after the warm-up."
     )
     warmup_steps: int = flag(
-        0, MODEL, "Number of steps in which both learning rates rise.", min=0
+        0,
+        MODEL,
+        "Number of steps in which both learning rates rise.",
+        min=0,
     )
-    epochs: int = flag(1, RUN, "Number of passes over the training part.", min=1)
+    epochs: int = flag(
+        1,
+        RUN,
+        "Number of passes over the training part.",
+        min=1,
+    )
     reset_rows_each_epoch: bool = flag(
         False,
         RUN,
@@ -228,6 +247,32 @@ LOSS_EVERY_STEPS = 20
 # ---- Model and sharding ----
 
 
+def _planner(settings: Settings, tables: list[str]) -> EmbeddingShardingPlanner:
+    """Returns the planner of the tables, for the backend of the settings."""
+    world_size = dist.get_world_size()
+    topology = Topology(world_size=world_size, compute_device="cpu")
+    rank_batch_size = settings.batch_size // world_size
+    if settings.backend == "recstore":
+        constraint = RecStoreConstraints(
+            sharding_types=[settings.sharding],
+            options=settings.options(),
+        )
+        return RecStorePlanner(
+            topology,
+            batch_size=rank_batch_size,
+            constraints=dict.fromkeys(tables, constraint),
+        )
+    constraint = ParameterConstraints(
+        sharding_types=[settings.sharding],
+        compute_kernels=["fused"],
+    )
+    return EmbeddingShardingPlanner(
+        topology,
+        batch_size=rank_batch_size,
+        constraints=dict.fromkeys(tables, constraint),
+    )
+
+
 def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Builds a DLRM and shards its tables.
 
@@ -251,7 +296,8 @@ def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimiz
     ]
     dlrm = DLRM(
         embedding_bag_collection=EmbeddingBagCollection(
-            tables=tables, device=torch.device("meta")
+            tables=tables,
+            device=torch.device("meta"),
         ),
         dense_in_features=NUM_DENSE,
         dense_arch_layer_sizes=[512, 256, settings.dim],
@@ -259,36 +305,23 @@ def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimiz
     )
     model = DLRMTrain(dlrm)
     optimizer = EmbOptimType[f"EXACT_{settings.optimizer.upper()}"]
-    fused_params = {"optimizer": optimizer, "learning_rate": settings.lr, "eps": 1e-8}
-    world_size = dist.get_world_size()
-    topology = Topology(world_size=world_size, compute_device="cpu")
-    rank_batch_size = settings.batch_size // world_size
+    fused_params = {
+        "optimizer": optimizer,
+        "learning_rate": settings.lr,
+        "eps": 1e-8,
+    }
     if settings.backend == "recstore":
         sharders = [RecStoreSharder(fused_params=fused_params)]
-        constraint = RecStoreConstraints(
-            sharding_types=[settings.sharding], options=settings.options()
-        )
-        planner = RecStorePlanner(
-            topology,
-            batch_size=rank_batch_size,
-            constraints={table.name: constraint for table in tables},
-        )
     else:
         sharders = [EmbeddingBagCollectionSharder(fused_params=fused_params)]
-        constraint = ParameterConstraints(
-            sharding_types=[settings.sharding], compute_kernels=["fused"]
-        )
-        planner = EmbeddingShardingPlanner(
-            topology,
-            batch_size=rank_batch_size,
-            constraints={table.name: constraint for table in tables},
-        )
+    planner = _planner(settings, [table.name for table in tables])
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     # By default, DDP rearranges its buckets after the first step. This changes the
     # order in which the gradients of three or more ranks are summed, so a resumed run
     # would differ in the last bits.
     same_buckets = DefaultDataParallelWrapper(
-        static_graph=False, find_unused_parameters=True
+        static_graph=False,
+        find_unused_parameters=True,
     )
     sharded = DistributedModelParallel(
         model,
@@ -396,7 +429,9 @@ Trained = tuple[Tensor, Tensor, Tensor]
 
 
 def plain_steps(
-    model: nn.Module, optimizer: CombinedOptimizer, batches: Iterator[Batch]
+    model: nn.Module,
+    optimizer: CombinedOptimizer,
+    batches: Iterator[Batch],
 ) -> Iterator[Trained]:
     """Trains on each batch. Collective."""
     for batch in batches:
@@ -408,7 +443,9 @@ def plain_steps(
 
 
 def prefetched_steps(
-    model: nn.Module, optimizer: CombinedOptimizer, batches: Iterator[Batch]
+    model: nn.Module,
+    optimizer: CombinedOptimizer,
+    batches: Iterator[Batch],
 ) -> Iterator[Trained]:
     """Trains on each batch, while the rows of the next batch are read. Collective."""
     pipeline = RecStorePrefetchPipeline(model, optimizer, CPU)
@@ -425,7 +462,11 @@ def prefetched_steps(
 
 @torch.no_grad()
 def evaluate(
-    settings: Settings, source: RowSource, part: range, model: nn.Module, label: str
+    settings: Settings,
+    source: RowSource,
+    part: range,
+    model: nn.Module,
+    label: str,
 ) -> tuple[float | None, float | None]:
     """Returns the AUC and the logloss of a part of the data over all ranks. Collective.
 

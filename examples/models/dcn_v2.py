@@ -52,10 +52,18 @@ def read(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     schema = {"label": pl.Float32}
     schema |= dict.fromkeys(DENSE, pl.Float32)
     schema |= dict.fromkeys(SPARSE, pl.String)
-    rows = pl.read_csv(path, separator="\t", has_header=False, schema=schema)
-    counts = rows.select((pl.col(DENSE).fill_null(0).clip(-2) + 3).log())
-    ids = rows.select(pl.col(SPARSE).str.to_integer(base=16).fill_null(0))
-    return rows["label"].to_torch(), counts.to_torch(), ids.to_torch().long()
+    rows = pl.read_csv(
+        path,
+        separator="\t",
+        has_header=False,
+        schema=schema,
+    )
+    filled_counts = pl.col(DENSE).fill_null(0).clip(-2)
+    counts = rows.select((filled_counts + 3).log())
+    numbers = pl.col(SPARSE).str.to_integer(base=16)
+    ids = rows.select(numbers.fill_null(0))
+    labels = rows["label"].to_torch()
+    return labels, counts.to_torch(), ids.to_torch().long()
 
 
 class DCN(nn.Module):
@@ -96,13 +104,20 @@ def keyed(ids: Tensor) -> KeyedJaggedTensor:
 
 
 @torch.no_grad()
-def auc(model: nn.Module, labels: Tensor, counts: Tensor, ids: Tensor) -> float:
+def auc(
+    model: nn.Module,
+    labels: Tensor,
+    counts: Tensor,
+    ids: Tensor,
+) -> float:
     """Returns the area under the ROC curve. Every rank computes it for all rows."""
     model.eval()
     logits = []
-    for rows in torch.arange(len(labels)).split(TEST_BATCH):
+    all_rows = torch.arange(len(labels))
+    for rows in all_rows.split(TEST_BATCH):
         logits.append(model(counts[rows], keyed(ids[rows])))
-    return binary_auroc(torch.cat(logits), labels.long()).item()
+    area = binary_auroc(torch.cat(logits), labels.long())
+    return area.item()
 
 
 def main(data: Path, batch_size: int, epochs: int, seed: int) -> None:
@@ -125,9 +140,8 @@ def main(data: Path, batch_size: int, epochs: int, seed: int) -> None:
     }
     # updates the rows in the backward pass
     sharder = RecStoreSharder(fused_params=fused_params)
-    model = DistributedModelParallel(
-        DCN(), sharders=[sharder], device=torch.device("cpu")
-    )
+    cpu = torch.device("cpu")
+    model = DistributedModelParallel(DCN(), sharders=[sharder], device=cpu)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr=DENSE_LR)
 
@@ -158,7 +172,8 @@ def main(data: Path, batch_size: int, epochs: int, seed: int) -> None:
 
 if __name__ == "__main__":
     flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument(
         "--data",
@@ -167,10 +182,16 @@ if __name__ == "__main__":
         help="train.txt of Criteo's Kaggle challenge, plain or .gz",
     )
     flags.add_argument(
-        "--batch-size", type=int, default=512, help="rows of a step, over all ranks"
+        "--batch-size",
+        type=int,
+        default=512,
+        help="rows of a step, over all ranks",
     )
     flags.add_argument(
-        "--epochs", type=int, default=1, help="a second epoch makes the AUC worse"
+        "--epochs",
+        type=int,
+        default=1,
+        help="a second epoch makes the AUC worse",
     )
     flags.add_argument("--seed", type=int, default=0)
     main(**vars(flags.parse_args()))

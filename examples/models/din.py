@@ -75,14 +75,19 @@ def table(folder: Path, kind: str) -> pl.DataFrame:
     paths = list(folder.glob(f"ml-100k.{kind}*"))
     if not paths:
         sys.exit(f"error: {folder} has no ml-100k.{kind}")
-    rows = pl.read_csv(paths[0], separator="\t", infer_schema=kind == "inter")
+    rows = pl.read_csv(
+        paths[0],
+        separator="\t",
+        infer_schema=kind == "inter",
+    )
     rows = rows.rename({name: name.split(":")[0] for name in rows.columns})
     if kind == "inter":
         return rows
     id_column, *word_columns = rows.columns
     columns = [rows[id_column].cast(pl.Int64)]
     for name in word_columns:
-        columns.append(pl.Series(name, [word_ids(text) for text in rows[name]]))
+        ids = [word_ids(text) for text in rows[name]]
+        columns.append(pl.Series(name, ids))
     return pl.DataFrame(columns)
 
 
@@ -136,7 +141,9 @@ def earlier_likes(ratings: pl.DataFrame) -> Feature:
 
 
 def keyed(
-    features: dict[str, Feature], names: list[str], rows: Tensor
+    features: dict[str, Feature],
+    names: list[str],
+    rows: Tensor,
 ) -> KeyedJaggedTensor:
     """Returns the named features of the ratings ``rows``."""
     values = []
@@ -145,9 +152,11 @@ def keyed(
         feature = features[name]
         begins = feature.begins[rows]
         length = feature.ends[rows] - begins
+        batch_begins = length.cumsum(0) - length
         # the distance of each list in the feature from its place in the batch
-        shifts = begins - (length.cumsum(0) - length)
-        places = torch.arange(int(length.sum())) + shifts.repeat_interleave(length)
+        shifts = begins - batch_begins
+        batch_places = torch.arange(int(length.sum()))
+        places = batch_places + shifts.repeat_interleave(length)
         values.append(feature.ids[places])
         lengths.append(length)
     return KeyedJaggedTensor(names, torch.cat(values), lengths=torch.cat(lengths))
@@ -178,7 +187,12 @@ class Attention(nn.Module):
         """
         sample = torch.arange(len(item)).repeat_interleave(lengths)
         question = item[sample]
-        pairs = [history, question, history - question, history * question]
+        pairs = [
+            history,
+            question,
+            history - question,
+            history * question,
+        ]
         weights = self.weigh(torch.cat(pairs, dim=1))
         return torch.zeros_like(item).index_add(0, sample, weights * history)
 
@@ -208,7 +222,9 @@ class DIN(nn.Module):
             for name in PROFILE
         ]
         items = EmbeddingConfig(
-            name="t_item", feature_names=["item_id", "history"], **options
+            name="t_item",
+            feature_names=["item_id", "history"],
+            **options,
         )
         self.profile = RecStoreEmbeddingBagCollection(profile, lr=LR)
         self.items = RecStoreEmbeddingCollection([items], lr=LR)
@@ -272,7 +288,8 @@ def main(data: Path, epochs: int, seed: int) -> None:
 
 if __name__ == "__main__":
     flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument(
         "--data",

@@ -98,18 +98,21 @@ def windows(ratings: Ratings, in_train: Tensor) -> tuple[Tensor, Tensor]:
     # the place of the user's last training rating
     last = ratings.begin + counts[ratings.begin] - 1
     places = torch.arange(len(last))
-    is_begin = (places - ratings.begin) % LENGTH == 0
-    begins = places[is_begin & (places < last)]
-    ends = torch.minimum(begins + LENGTH, last[begins]) + 1
-    return begins, ends
+    places_of_user = places - ratings.begin
+    is_begin = (places_of_user % LENGTH == 0) & (places < last)
+    begins = places[is_begin]
+    last_places = torch.minimum(begins + LENGTH, last[begins])
+    return begins, last_places + 1
 
 
 def ragged(values: Tensor, begins: Tensor, ends: Tensor) -> JaggedTensor:
     """Returns ``values[begin:end]`` for each begin and end."""
     lengths = ends - begins
+    result_begins = lengths.cumsum(0) - lengths
     # the distance of each part in the values from its place in the result
-    shifts = begins - (lengths.cumsum(0) - lengths)
-    places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
+    shifts = begins - result_begins
+    result_places = torch.arange(int(lengths.sum()))
+    places = result_places + shifts.repeat_interleave(lengths)
     return JaggedTensor(values[places], lengths=lengths)
 
 
@@ -143,8 +146,9 @@ class Bias(nn.Module):
         distances = (places[:, None] - places).clamp(min=0)
         seconds = now[:, :, None] - times[:, None, :]
         # the authors' buckets: the base of the logarithm is about 1.35
-        buckets = (seconds.clamp(min=1).log() / 0.301).long()
-        return self.place[distances] + self.time[buckets.clamp(max=63)]
+        logarithms = seconds.clamp(min=1).log() / 0.301
+        buckets = logarithms.long().clamp(max=63)
+        return self.place[distances] + self.time[buckets]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -198,7 +202,9 @@ class HSTU(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
     def forward(
-        self, ids: KeyedJaggedTensor, times: Tensor
+        self,
+        ids: KeyedJaggedTensor,
+        times: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Predicts the movie after each movie.
 
@@ -233,7 +239,10 @@ def unit(vectors: Tensor) -> Tensor:
 
 
 def sampled_softmax(
-    predicted: Tensor, targets: Tensor, negatives: Tensor, ids: KeyedJaggedTensor
+    predicted: Tensor,
+    targets: Tensor,
+    negatives: Tensor,
+    ids: KeyedJaggedTensor,
 ) -> Tensor:
     """Returns the mean cross-entropy of the next movie among it and the negatives.
 
@@ -246,7 +255,8 @@ def sampled_softmax(
     is_real = places < target_counts[:, None]
 
     predicted = predicted[is_real]
-    target_scores = (predicted * targets[is_real]).sum(dim=-1, keepdim=True)
+    targets = targets[is_real]
+    target_scores = (predicted * targets).sum(dim=-1, keepdim=True)
     # A negative that is the next movie is no wrong answer.
     real_target_ids = target_ids[is_real]
     is_target = real_target_ids[:, None] == ids["negative"].values()
@@ -295,7 +305,8 @@ def hit_rate(model: HSTU, ratings: Ratings, test: Tensor) -> tuple[float, float]
         rated_movies = torch.searchsorted(movies, rated.values())
         scores[rated_users, rated_movies] = -torch.inf
         best = movies[scores.topk(10).indices]
-        hits += (best == ratings.item[places, None]).sum()
+        next_movies = ratings.item[places, None]
+        hits += (best == next_movies).sum()
     dist.all_reduce(hits)
     share = hits.item() / len(test)
     variance = share * (1 - share) / len(test)
@@ -346,7 +357,9 @@ def build(
         fused_params={"optimizer": EmbOptimType.ADAM, "learning_rate": LR}
     )
     model = DistributedModelParallel(
-        HSTU(table), sharders=[sharder], device=torch.device("cpu")
+        HSTU(table),
+        sharders=[sharder],
+        device=torch.device("cpu"),
     )
     # RecStore's rows are updated in backward
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
@@ -423,11 +436,14 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
         if rank == 0:
             mean_loss = sum(losses) / len(losses)
             print(f"epoch {epoch + 1}: training loss {mean_loss:.4f}", flush=True)
+    seconds = time.perf_counter() - begin
     predictions = epochs * (ends - begins - 1).sum().item()
-    rate = predictions / (time.perf_counter() - begin)
+    rate = predictions / seconds
     model.eval()
     share, error = hit_rate(model.module, ratings, test)
-    num_rows = len(movies) if static else table_stats(model)["t_item"].rows
+    num_rows = len(movies)
+    if not static:
+        num_rows = table_stats(model)["t_item"].rows
     if rank == 0:
         print(f"{rate:,.0f} predictions/s in training, {num_rows:,} rows")
         print(
@@ -438,10 +454,14 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
 
 if __name__ == "__main__":
     flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument(
-        "--data", type=Path, required=True, help="folder with ml-100k.inter"
+        "--data",
+        type=Path,
+        required=True,
+        help="folder with ml-100k.inter",
     )
     flags.add_argument("--epochs", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0)

@@ -129,7 +129,8 @@ class Interactions:
         lengths = (ends - self.first[ends]).clamp(max=LENGTH)
         # the distance of each history in the interactions from its place in the result
         shifts = ends - lengths.cumsum(0)
-        places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
+        result_places = torch.arange(int(lengths.sum()))
+        places = result_places + shifts.repeat_interleave(lengths)
         return places, lengths
 
 
@@ -265,7 +266,10 @@ class SASRec(nn.Module):
 
 @torch.no_grad()
 def rank_metrics(
-    model: nn.Module, data: Interactions, ends: Tensor, items: Tensor
+    model: nn.Module,
+    data: Interactions,
+    ends: Tensor,
+    items: Tensor,
 ) -> list[float]:
     """Returns NDCG@10 and Hit@10 of the first of ``items`` after each history.
 
@@ -288,8 +292,10 @@ def rank_metrics(
             torch.full_like(users, TEST_ITEMS),  # positives
             torch.zeros_like(users),  # negatives
         ]
-        x, rows, _ = model(KeyedJaggedTensor(KEYS, ids, lengths=torch.cat(lengths)))
-        predicted = x[history_lengths.cumsum(0) - 1]
+        features = KeyedJaggedTensor(KEYS, ids, lengths=torch.cat(lengths))
+        x, rows, _ = model(features)
+        last_places = history_lengths.cumsum(0) - 1
+        predicted = x[last_places]
         item_rows = rows.view(-1, TEST_ITEMS, DIM)
         scores = torch.einsum("bd,bnd->bn", predicted, item_rows)
         # An equal score is a wrong answer.
@@ -324,7 +330,9 @@ def build(static: bool, num_items: int) -> nn.Module:
     if not static:
         sharders.append(RecStoreEmbeddingCollectionSharder(fused_params=adam))
     return DistributedModelParallel(
-        SASRec(table), sharders=sharders, device=torch.device("cpu")
+        SASRec(table),
+        sharders=sharders,
+        device=torch.device("cpu"),
     )
 
 
@@ -445,13 +453,20 @@ def main(data: Path, epochs: int, seed: int, static: bool) -> None:
 
 if __name__ == "__main__":
     flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument(
-        "--data", type=Path, required=True, help="Video.txt, the file of interactions"
+        "--data",
+        type=Path,
+        required=True,
+        help="Video.txt, the file of interactions",
     )
     flags.add_argument(
-        "--epochs", type=int, default=100, help="the largest number of epochs"
+        "--epochs",
+        type=int,
+        default=100,
+        help="the largest number of epochs",
     )
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument(

@@ -69,9 +69,11 @@ class Features(NamedTuple):
         """Returns the features of the users or movies ``rows``."""
         lengths = self.lengths[:, rows].flatten()
         begins = self.begins[:, rows].flatten()
+        result_begins = lengths.cumsum(0) - lengths
         # the distance of each list in the ids from its place in the result
-        shifts = begins - (lengths.cumsum(0) - lengths)
-        places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
+        shifts = begins - result_begins
+        result_places = torch.arange(int(lengths.sum()))
+        places = result_places + shifts.repeat_interleave(lengths)
         return KeyedJaggedTensor(self.names, self.ids[places], lengths=lengths)
 
 
@@ -150,20 +152,30 @@ class Tower(nn.Module):
 class TwoTower(nn.Module):
     """A tower for users and a tower for movies."""
 
-    def __init__(self, users: Features, movies: Features, num_embeddings: int) -> None:
+    def __init__(
+        self,
+        users: Features,
+        movies: Features,
+        num_embeddings: int,
+    ) -> None:
         super().__init__()
         self.user = Tower(users.names, num_embeddings)
         self.movie = Tower(movies.names, num_embeddings)
 
     def forward(
-        self, users: KeyedJaggedTensor, movies: KeyedJaggedTensor
+        self,
+        users: KeyedJaggedTensor,
+        movies: KeyedJaggedTensor,
     ) -> tuple[Tensor, Tensor]:
         """Returns the vectors of users and of movies, each (B, DIM)."""
         return self.user(users), self.movie(movies)
 
 
 def in_batch_softmax(
-    users: Tensor, movies: Tensor, places: Tensor, log_shares: Tensor
+    users: Tensor,
+    movies: Tensor,
+    places: Tensor,
+    log_shares: Tensor,
 ) -> Tensor:
     """Returns the mean cross-entropy of each user's movie among those of the batch.
 
@@ -184,20 +196,28 @@ def in_batch_softmax(
 
 @torch.no_grad()
 def recall(
-    model: TwoTower, users: Features, movies: Features, train: Tensor, test: Tensor
+    model: TwoTower,
+    users: Features,
+    movies: Features,
+    train: Tensor,
+    test: Tensor,
 ) -> float:
     """Returns recall@10. Every rank ranks the movies for all users."""
     num_users = users.lengths.shape[1]
     num_movies = movies.lengths.shape[1]
+    all_movies = torch.arange(num_movies)
     test_users = test[:, 0]
+    test_movies = test[:, 1:]
     user_vectors = model.user(users.pick(test_users))
-    movie_vectors = model.movie(movies.pick(torch.arange(num_movies)))
+    movie_vectors = model.movie(movies.pick(all_movies))
     scores = user_vectors @ movie_vectors.T
+
+    train_users, train_movies = train.T
     is_trained = torch.zeros(num_users, num_movies, dtype=torch.bool)
-    is_trained[train[:, 0], train[:, 1]] = True
+    is_trained[train_users, train_movies] = True
     scores = scores.masked_fill(is_trained[test_users], -torch.inf)
     best = scores.topk(10).indices
-    is_hit = (best == test[:, 1:]).any(dim=1)
+    is_hit = (best == test_movies).any(dim=1)
     return is_hit.float().mean().item()
 
 
@@ -281,10 +301,14 @@ def read_data(folder: Path, modulo: int | None) -> Data:
     ratings = ratings.with_columns(pl.col("timestamp").cast(pl.Float64))
     ratings = ratings.sort("timestamp", maintain_order=True)
     ratings = ratings.join(
-        users.with_row_index("user"), on="user_id", maintain_order="left"
+        users.with_row_index("user"),
+        on="user_id",
+        maintain_order="left",
     )
     ratings = ratings.join(
-        movies.with_row_index("movie"), on="item_id", maintain_order="left"
+        movies.with_row_index("movie"),
+        on="item_id",
+        maintain_order="left",
     )
     place_from_end = pl.int_range(pl.len()).reverse().over("user")
     is_last = ratings.select(place_from_end == 0).to_series().to_torch()
@@ -298,7 +322,11 @@ def read_data(folder: Path, modulo: int | None) -> Data:
 
 
 def main(
-    data: Path, epochs: int, seed: int, fused: int | None, live: int | None
+    data: Path,
+    epochs: int,
+    seed: int,
+    fused: int | None,
+    live: int | None,
 ) -> None:
     """Trains, and prints recall@10."""
     tune_threads()
@@ -342,9 +370,8 @@ def main(
         for batch in order[:whole_batches].split(BATCH):
             user, movie = train[batch[rank::ranks]].T
             user_vectors, movie_vectors = model(users.pick(user), movies.pick(movie))
-            loss = in_batch_softmax(
-                user_vectors, movie_vectors, movie, log_shares[movie]
-            )
+            shares = log_shares[movie]
+            loss = in_batch_softmax(user_vectors, movie_vectors, movie, shares)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -372,7 +399,8 @@ def main(
 
 if __name__ == "__main__":
     flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument(
         "--data",
