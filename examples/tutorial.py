@@ -69,7 +69,12 @@ raw_ids = torch.tensor([8_141_530_964_127_335_102, -6_057_221_937_904_713_335])
 try:
     embedding(raw_ids)
 except IndexError as error:
-    show("Embedding of raw ids:", type(error).__name__, "-", error)
+    show(
+        "Embedding of raw ids:",
+        type(error).__name__,
+        "-",
+        error,
+    )
 
 # A RecStore table takes such ids unchanged. An id that was never trained on reads as
 # zeros, and reading makes no row. Training makes a row.
@@ -78,9 +83,19 @@ from torchrec_recstore import Table
 
 table = Table(embedding_dim)
 rows = table.lookup(raw_ids)
-show("RecStore table, before:", rows, "rows:", len(table))
+show(
+    "RecStore table, before:",
+    rows,
+    "rows:",
+    len(table),
+)
 rows = table.lookup(raw_ids, train=True)
-show("RecStore table, trained on:", rows, "rows:", len(table))
+show(
+    "RecStore table, trained on:",
+    rows,
+    "rows:",
+    len(table),
+)
 
 title("From EmbeddingBag to EmbeddingBagCollection")
 
@@ -171,7 +186,9 @@ static_ebc = torchrec.EmbeddingBagCollection(
     ],
 )
 hashed = KeyedJaggedTensor(
-    kjt.keys(), values=kjt.values() % 4096, lengths=kjt.lengths()
+    kjt.keys(),
+    values=kjt.values() % 4096,
+    lengths=kjt.lengths(),
 )
 
 
@@ -201,7 +218,12 @@ else:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 pg = dist.group.WORLD
 assert pg is not None
-show("Backend:", dist.get_backend(), "- world size:", dist.get_world_size())
+show(
+    "Backend:",
+    dist.get_backend(),
+    "- world size:",
+    dist.get_world_size(),
+)
 
 title("Planner")
 
@@ -263,7 +285,11 @@ show(ExampleAwaitable([3, 2]).wait())
 # each new id gets a row.
 
 output = sharded_ebc(kjt)
-show(type(output).__name__, "- a LazyAwaitable:", isinstance(output, LazyAwaitable))
+show(
+    type(output).__name__,
+    "- a LazyAwaitable:",
+    isinstance(output, LazyAwaitable),
+)
 show_keyed(output.wait())
 
 title("Anatomy of a sharded module")

@@ -139,7 +139,12 @@ class CheckpointFolder:
         with _in_one_line(path), _rows_shown(f"loading {path.name}") as progress:
             return load_checkpoint(model, path, progress=progress).training_state or {}
 
-    def save(self, model: nn.Module, step: int, training_state: dict[str, Any]) -> None:
+    def save(
+        self,
+        model: nn.Module,
+        step: int,
+        training_state: dict[str, Any],
+    ) -> None:
         """Saves a checkpoint, and reports it on stderr.
 
         The checkpoints that are no longer kept are deleted.
@@ -159,7 +164,10 @@ class CheckpointFolder:
         begin = time.perf_counter()
         with _in_one_line(path), _rows_shown(f"saving {path.name}") as progress:
             info = save_checkpoint(
-                model, path, training_state=training_state, progress=progress
+                model,
+                path,
+                training_state=training_state,
+                progress=progress,
             )
         if dist.get_rank() == 0:
             seconds = time.perf_counter() - begin

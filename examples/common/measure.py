@@ -30,7 +30,8 @@ It limits the memory of a run.
 
 def resident_bytes() -> int:
     """Returns the resident memory of this process in bytes, including shared memory."""
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    sizes = Path("/proc/self/statm").read_text().split()
+    resident_pages = int(sizes[1])
     return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -94,9 +95,8 @@ class StepSplit:
         seconds = self._seconds
         self._seconds = dict.fromkeys(PART_TITLES, 0.0)
         # "dense" contains the whole step up to here.
-        seconds["dense"] -= sum(
-            part_s for part, part_s in seconds.items() if part != "dense"
-        )
+        other_parts = [seconds[part] for part in seconds if part != "dense"]
+        seconds["dense"] -= sum(other_parts)
         return seconds
 
     def _dist_begins(self, *_: object) -> None:
@@ -113,7 +113,12 @@ class StepSplit:
         if self._running:
             self._seconds["lookup"] += time.perf_counter() - self._lookup_begin
 
-    def _watch_update(self, kernel: nn.Module, arguments: Any, pooled: Tensor) -> None:
+    def _watch_update(
+        self,
+        kernel: nn.Module,
+        arguments: Any,
+        pooled: Tensor,
+    ) -> None:
         # The grad_fn of a kernel's result is the backward of the kernel, for RecStore
         # and for FBGEMM.
         if self._running and pooled.grad_fn is not None:
@@ -138,7 +143,11 @@ class Window:
         self._scored_samples = 0
 
     def add(
-        self, samples: int, loss: Tensor, logits: Tensor | None, labels: Tensor | None
+        self,
+        samples: int,
+        loss: Tensor,
+        logits: Tensor | None,
+        labels: Tensor | None,
     ) -> None:
         """Adds a step; see ``Run.step``."""
         self.steps += 1
@@ -161,9 +170,10 @@ class Window:
         memory = torch.tensor(resident_bytes(), dtype=torch.float64)
         sums = torch.stack([self._loss_sum, memory])
         dist.all_reduce(sums)
+        loss_sum, memory_sum = sums.tolist()
         points = {
-            "loss/training": float(sums[0]) / (self.samples * dist.get_world_size()),
-            "memory/processes": float(sums[1]),
+            "loss/training": loss_sum / (self.samples * dist.get_world_size()),
+            "memory/processes": memory_sum,
         }
         if self._scored:
             logits = torch.cat([step_logits for step_logits, _ in self._scored])
@@ -185,21 +195,26 @@ def _auc(logits: Tensor, labels: Tensor) -> dict[str, float]:
     scores = torch.stack([logits.double(), labels.double()])
     scores_of_ranks = None
     if dist.get_rank() == 0:
-        scores_of_ranks = [
-            torch.empty_like(scores) for _ in range(dist.get_world_size())
-        ]
+        scores_of_ranks = []
+        for _ in range(dist.get_world_size()):
+            scores_of_ranks.append(torch.empty_like(scores))
     dist.gather(scores, scores_of_ranks)
     if scores_of_ranks is None:
         return {}
     logits, labels = torch.cat(scores_of_ranks, dim=1)
     if labels.min() == labels.max():
         return {}
-    auc = binary_auroc(logits.sigmoid(), labels.long(), validate_args=False)
+    auc = binary_auroc(
+        logits.sigmoid(),
+        labels.long(),
+        validate_args=False,
+    )
     return {"AUC/training": float(auc)}
 
 
 def table_points(
-    earlier: Mapping[str, TableStats], later: Mapping[str, TableStats]
+    earlier: Mapping[str, TableStats],
+    later: Mapping[str, TableStats],
 ) -> dict[str, float]:
     """Returns the points of the curves of each table and of all tables.
 

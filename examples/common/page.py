@@ -195,7 +195,11 @@ def _per_table(
     if kind != "rows" and total_curve is not None:
         lines.append(Line("all tables", _points(total_curve), "currentColor"))
 
-    ends = ", ".join(f"{table} {str_of(tables[table].values[-1])}" for table in named)
+    ends_of_tables = []
+    for table in named:
+        last_value = tables[table].values[-1]
+        ends_of_tables.append(f"{table} {str_of(last_value)}")
+    ends = ", ".join(ends_of_tables)
     if total_curve is not None:
         ends += f"; all tables {str_of(total_curve.values[-1])}"
     text = f"{title} over training samples ({unit}). Highest at the end: {ends}."
@@ -309,13 +313,18 @@ def read_about(folder: Path) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _page(folder: Path, about: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
+def _page(
+    folder: Path,
+    about: Mapping[str, Any],
+    curves: Mapping[str, Curve],
+) -> str:
     title = TITLES.get(about.get("example", ""), "Training run")
     result = about.get("result") or {}
     plots = "".join(draw(curves).values()) or "<p>The run has no point yet.</p>"
-    plain_results = {
-        name: value for name, value in result.items() if not isinstance(value, Mapping)
-    }
+    plain_results = {}
+    for name, value in result.items():
+        if not isinstance(value, Mapping):
+            plain_results[name] = value
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="faint">{escape(_when(folder, about, curves))}</p>',
@@ -335,7 +344,11 @@ def _page(folder: Path, about: Mapping[str, Any], curves: Mapping[str, Curve]) -
     return document(f"{title} - {folder.absolute().name}", "\n".join(body))
 
 
-def _when(folder: Path, about: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
+def _when(
+    folder: Path,
+    about: Mapping[str, Any],
+    curves: Mapping[str, Curve],
+) -> str:
     parts = [str(folder.absolute())]
     started = about.get("started") or []
     if started:
@@ -425,12 +438,15 @@ def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
         "rows": [f"{rows[name]:,.0f}" for name in rows],
         "bytes": [short_bytes(sizes[name]) for name in rows],
     }
-    sums = [ALL, f"{sum(rows.values()):,.0f}", short_bytes(sum(sizes.values()))]
+    sums = [
+        ALL,
+        f"{sum(rows.values()):,.0f}",
+        short_bytes(sum(sizes.values())),
+    ]
     note = None
-    counts = {
-        name: TableStats(**numbers)
-        for name, numbers in (result.get("counts") or {}).items()
-    }
+    counts = {}
+    for name, numbers in (result.get("counts") or {}).items():
+        counts[name] = TableStats(**numbers)
     if counts:
         note = counted_since(result)
         tables = [counts.get(name, TableStats()) for name in rows]
@@ -443,13 +459,16 @@ def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
                 columns[title] = [f"{getattr(stats, count):,}" for stats in tables]
                 sums.append(f"{getattr(total_stats, count):,}")
 
-    lines = "".join(_row("td", cells) for cells in zip(*columns.values(), strict=True))
-    head = f"<thead>{_row('th', columns)}</thead>"
-    body = f"<tbody>{lines}</tbody><tfoot>{_row('td', sums)}</tfoot>"
+    cells_of_tables = zip(*columns.values(), strict=True)
+    lines = "".join(_row("td", cells) for cells in cells_of_tables)
+    head = _row("th", columns)
+    foot = _row("td", sums)
+    table = f"<thead>{head}</thead><tbody>{lines}</tbody><tfoot>{foot}</tfoot>"
     text = ""
     if note is not None:
-        text = f'<p class="faint">{escape(note[0].upper() + note[1:])}</p>'
-    return f'{text}<div class="wide"><table>{head}{body}</table></div>'
+        sentence = note[0].upper() + note[1:]
+        text = f'<p class="faint">{escape(sentence)}</p>'
+    return f'{text}<div class="wide"><table>{table}</table></div>'
 
 
 def _hit_share(stats: TableStats) -> str:

@@ -125,10 +125,11 @@ class ParquetDataset(IterableDataset[Batch]):
         missing = {*self.ids, *self.dense, self.label} - set(columns)
         if missing:
             raise ValueError(f"{file} has no column {sorted(missing)[0]!r}")
-        return [
-            _RowGroup(file, number, metadata.row_group(number).num_rows)
-            for number in range(metadata.num_row_groups)
-        ]
+        groups = []
+        for number in range(metadata.num_row_groups):
+            rows = metadata.row_group(number).num_rows
+            groups.append(_RowGroup(file, number, rows))
+        return groups
 
     def __len__(self) -> int:
         """Returns the number of batches of an epoch, which is the same on every rank."""
@@ -207,8 +208,9 @@ class ParquetDataset(IterableDataset[Batch]):
         """Returns the row at which each batch of this rank begins, and the end."""
         first = self.num_rows * self.rank // self.ranks
         end = self.num_rows * (self.rank + 1) // self.ranks
+        rank_rows = end - first
         steps = len(self)
-        return [first + (end - first) * step // steps for step in range(steps + 1)]
+        return [first + rank_rows * step // steps for step in range(steps + 1)]
 
     def _rows(self, begin: int, end: int) -> Iterator[pa.Table]:
         """Yields the rows from ``begin`` to ``end`` in the order of the epoch."""
@@ -220,19 +222,23 @@ class ParquetDataset(IterableDataset[Batch]):
         place = 0
         for index in order.tolist():
             group = self._groups[index]
-            part = slice(max(begin - place, 0), min(end - place, group.rows))
+            part_begin = max(begin - place, 0)
+            part_end = min(end - place, group.rows)
             place += group.rows
-            if part.start >= part.stop:
+            if part_begin >= part_end:
                 continue
             with pq.ParquetFile(group.file) as file:
                 table = file.read_row_group(
-                    group.number, columns=columns, use_threads=False
+                    group.number,
+                    columns=columns,
+                    use_threads=False,
                 )
             if self.seed is None:
-                yield table.slice(part.start, part.stop - part.start)
+                yield table.slice(part_begin, part_end - part_begin)
             else:
                 random = np.random.default_rng([self.seed, self._epoch, index])
-                yield table.take(random.permutation(group.rows)[part])
+                row_order = random.permutation(group.rows)
+                yield table.take(row_order[part_begin:part_end])
 
     def _batch(self, table: pa.Table) -> Batch:
         values_of_columns = []

@@ -107,4 +107,10 @@ def progress_bar(**options: Any) -> tqdm[Any]:
     # case.
     width, height = shutil.get_terminal_size()
     hidden = rank_and_world_size()[0] != 0 or not sys.stderr.isatty()
-    return tqdm(unit_scale=True, ncols=width, nrows=height, disable=hidden, **options)
+    return tqdm(
+        unit_scale=True,
+        ncols=width,
+        nrows=height,
+        disable=hidden,
+        **options,
+    )

@@ -135,7 +135,9 @@ def _counts(stats: TableStats) -> dict[str, int]:
 
 
 def print_result(
-    console: Console, result: Mapping[str, Any], lines: Mapping[str, str]
+    console: Console,
+    result: Mapping[str, Any],
+    lines: Mapping[str, str],
 ) -> None:
     """Prints the rows and bytes of each table and of all tables, with the effects of
     limits, and the given lines.
@@ -191,8 +193,10 @@ def counted_since(result: Mapping[str, Any]) -> str | None:
 def in_words(tables: Mapping[str, TableStats], limits: Mapping[str, Any]) -> str:
     """Returns the last row of the table of :func:`print_result` as one line."""
     sums = total(tables)
-    columns = _columns(limits, tables)
-    return ", ".join(f"{title} {text_of(sums)}" for title, text_of in columns.items())
+    parts = []
+    for title, text_of in _columns(limits, tables).items():
+        parts.append(f"{title} {text_of(sums)}")
+    return ", ".join(parts)
 
 
 def total(tables: Mapping[str, TableStats]) -> TableStats:
@@ -202,22 +206,24 @@ def total(tables: Mapping[str, TableStats]) -> TableStats:
     """
     sums = {}
     for field in fields(TableStats):
-        sums[field.name] = sum(getattr(stats, field.name) for stats in tables.values())
+        name = field.name
+        sums[name] = sum(getattr(stats, name) for stats in tables.values())
     return TableStats(**sums)
 
 
 def since(
-    earlier: Mapping[str, TableStats], later: Mapping[str, TableStats]
+    earlier: Mapping[str, TableStats],
+    later: Mapping[str, TableStats],
 ) -> dict[str, TableStats]:
     """Returns the statistics of ``later``, with the counts since ``earlier``."""
     sizes = ("rows", "cold_rows", "bytes")
     counts = [field.name for field in fields(TableStats) if field.name not in sizes]
     difference = {}
     for name, stats in later.items():
-        counted = {
-            count: getattr(stats, count) - getattr(earlier[name], count)
-            for count in counts
-        }
+        earlier_stats = earlier[name]
+        counted = {}
+        for count in counts:
+            counted[count] = getattr(stats, count) - getattr(earlier_stats, count)
         difference[name] = replace(stats, **counted)
     return difference
 
@@ -242,7 +248,8 @@ _COUNTS_OF_LIMITS = {
 
 
 def _columns(
-    limits: Mapping[str, Any], tables: Mapping[str, TableStats]
+    limits: Mapping[str, Any],
+    tables: Mapping[str, TableStats],
 ) -> dict[str, Callable[[TableStats], str]]:
     """Returns functions that format a table's statistics, by the title of their column.
 

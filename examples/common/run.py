@@ -402,7 +402,9 @@ class Run:
             self._writer.add(points, self._samples)
 
     def finish(
-        self, result: Mapping[str, Any], lines: Mapping[str, str] | None = None
+        self,
+        result: Mapping[str, Any],
+        lines: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Ends the run.
 
@@ -429,13 +431,18 @@ class Run:
                 _describe(self.folder, read_about(self.folder) | {"result": result})
             except OSError as error:
                 print(
-                    f"warning: the result is not in the log: {error}", file=sys.stderr
+                    f"warning: the result is not in the log: {error}",
+                    file=sys.stderr,
                 )
         log_dir = str(self.folder) if self.folder else None
         settings_and_result = {**self._about, "log_dir": log_dir, **result}
         json_out = self.settings.json_out
         if dist.get_rank() == 0:
-            print_result(console_for(json_out), settings_and_result, lines or {})
+            print_result(
+                console_for(json_out),
+                settings_and_result,
+                lines or {},
+            )
             self._write_report()
         on_rank_0(partial(write_json, json_out, settings_and_result))
         return settings_and_result

@@ -12,7 +12,10 @@ LrSchedule = Literal["constant", "linear", "cosine"]
 
 
 def lr_factor(
-    schedule: LrSchedule, warmup_steps: int, total_steps: int, step: int
+    schedule: LrSchedule,
+    warmup_steps: int,
+    total_steps: int,
+    step: int,
 ) -> float:
     """Returns the factor by which the learning rate of a step is multiplied.
 

@@ -40,7 +40,11 @@ The table has no size, so this is only a hint.
 
 
 def flag(
-    default: Any, panel: str | None, about: str, *names: str, **options: Any
+    default: Any,
+    panel: str | None,
+    about: str,
+    *names: str,
+    **options: Any,
 ) -> Any:
     """Returns a field of settings that is a flag.
 
@@ -52,7 +56,12 @@ def flag(
         names: The name of the flag. Default: the name of the field.
         options: More arguments of ``typer.Option``, such as ``min``.
     """
-    option = typer.Option(*names, help=about, rich_help_panel=panel, **options)
+    option = typer.Option(
+        *names,
+        help=about,
+        rich_help_panel=panel,
+        **options,
+    )
     return field(default=default, metadata={"flag": option})
 
 
@@ -143,7 +152,11 @@ class RunSettings:
         metavar="DIR",
     )
     checkpoint_every: int | None = flag(
-        None, CHECKPOINTS, "Also write a checkpoint every N steps.", min=1, metavar="N"
+        None,
+        CHECKPOINTS,
+        "Also write a checkpoint every N steps.",
+        min=1,
+        metavar="N",
     )
     resume: bool = flag(
         False,
@@ -152,7 +165,11 @@ class RunSettings:
         "--resume",
     )
     keep: int = flag(
-        3, CHECKPOINTS, "Keep the newest N checkpoints.", min=1, metavar="N"
+        3,
+        CHECKPOINTS,
+        "Keep the newest N checkpoints.",
+        min=1,
+        metavar="N",
     )
     log_dir: Path | None = flag(
         None,
@@ -236,7 +253,12 @@ class TableSettings(RunSettings):
     backend: Literal["recstore", "fused"] = flag(
         "recstore", MODEL, "recstore: dynamic tables. fused: stock TorchRec."
     )
-    dim: int = flag(16, MODEL, "Width of the embeddings.", min=1)
+    dim: int = flag(
+        16,
+        MODEL,
+        "Width of the embeddings.",
+        min=1,
+    )
     num_embeddings: int = flag(
         100_000,
         MODEL,
@@ -257,7 +279,10 @@ class TableSettings(RunSettings):
         " or the least frequently used (lfu).",
     )
     half_life_steps: int | None = flag(
-        None, BOUNDS, "Half-life of the frequencies of lfu, in steps.", min=1
+        None,
+        BOUNDS,
+        "Half-life of the frequencies of lfu, in steps.",
+        min=1,
     )
     lfu_count: Literal["steps", "occurrences"] | None = flag(
         None,
@@ -266,10 +291,17 @@ class TableSettings(RunSettings):
         " id in them.",
     )
     expire_steps: int | None = flag(
-        None, BOUNDS, "Delete rows that were not looked up for this many steps.", min=1
+        None,
+        BOUNDS,
+        "Delete rows that were not looked up for this many steps.",
+        min=1,
     )
     min_frequency: int | None = flag(
-        None, BOUNDS, "Number of steps with an id before it gets a row.", min=1, max=255
+        None,
+        BOUNDS,
+        "Number of steps with an id before it gets a row.",
+        min=1,
+        max=255,
     )
     cold_store: str | None = flag(
         None,
@@ -292,7 +324,10 @@ class TableSettings(RunSettings):
         min=0,
     )
     token_file: Path | None = flag(
-        None, RUN, "File with the token of the servers.", metavar="FILE"
+        None,
+        RUN,
+        "File with the token of the servers.",
+        metavar="FILE",
     )
     tls_ca: Path | None = flag(
         None,
@@ -306,12 +341,23 @@ class TableSettings(RunSettings):
         "Certificate of this run, if the servers require certificates.",
         metavar="PEM",
     )
-    tls_key: Path | None = flag(None, RUN, "Private key of --tls-cert.", metavar="PEM")
+    tls_key: Path | None = flag(
+        None,
+        RUN,
+        "Private key of --tls-cert.",
+        metavar="PEM",
+    )
     batch_size: int = flag(
-        512, RUN, "Number of samples of a step, over all ranks.", min=1
+        512,
+        RUN,
+        "Number of samples of a step, over all ranks.",
+        min=1,
     )
     seed: int = flag(
-        0, RUN, "Seed of the weights, the tables and the generated rows.", min=0
+        0,
+        RUN,
+        "Seed of the weights, the tables and the generated rows.",
+        min=0,
     )
     sharding: Literal["table_wise", "row_wise"] = flag(
         "table_wise", RUN, "Sharding type of each table."
@@ -376,7 +422,12 @@ class TableSettings(RunSettings):
             name: None if file is None else str(file)
             for name, file in self.access_files.items()
         }
-        servers = Servers(addresses, staleness=self.staleness, token=token, **files)
+        servers = Servers(
+            addresses,
+            staleness=self.staleness,
+            token=token,
+            **files,
+        )
         return replace(options, servers=servers)
 
     def shown(self) -> dict[str, Any]:

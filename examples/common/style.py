@@ -307,7 +307,11 @@ class _Axes(NamedTuple):
         return (high - y) / (high - low) * SIDE
 
 
-def _axes(paths: list[Any], first_x: float | None, from_zero: bool) -> _Axes:
+def _axes(
+    paths: list[Any],
+    first_x: float | None,
+    from_zero: bool,
+) -> _Axes:
     """Returns the axes of a plot that has room for all points."""
     points = [point for path in paths for point in path]
     xs = [x for x, _ in points]
@@ -347,8 +351,11 @@ def _svg(
         paint = line.colour or unused_colours.pop(0)
         label_y = next(y for _, y in reversed(path) if y is not None)
         if stacked:
-            bottom = paths[number - 1] if number else [(x, 0.0) for x, _ in path]
-            label_y = (label_y + bottom[-1][1]) / 2
+            bottom = [(x, 0.0) for x, _ in path]
+            if number > 0:
+                bottom = paths[number - 1]
+            _, bottom_y = bottom[-1]
+            label_y = (label_y + bottom_y) / 2
             shapes.append(_area(path + bottom[::-1], paint, axes))
         else:
             shapes += _line(line, paint, axes)
@@ -436,7 +443,11 @@ def _stacked(paths: list[Any]) -> list[Any]:
     return paths
 
 
-def _area(outline: list[tuple[float, float]], paint: str, axes: _Axes) -> str:
+def _area(
+    outline: list[tuple[float, float]],
+    paint: str,
+    axes: _Axes,
+) -> str:
     corners = [f"{axes.place_x(x):.1f},{axes.place_y(y):.1f}" for x, y in outline]
     return f'<polygon points="{" ".join(corners)}" fill="{paint}"/>'
 

@@ -105,17 +105,22 @@ def time_ms(settings: Settings, number: npt.NDArray[np.int64] | int) -> Any:
 def _block(settings: Settings, block: int) -> Clicks:
     random = np.random.default_rng([settings.seed, block])
     clicks = np.empty(BLOCK, CLICK)
-    numbers = np.arange(block * BLOCK, (block + 1) * BLOCK) + 1
+    first = block * BLOCK + 1
+    numbers = np.arange(first, first + BLOCK)
     clicks["time_ms"] = time_ms(settings, numbers)
     second = (numbers - 1) / settings.rate
+
     user_age = USERS * random.random(BLOCK)
     item_age = ITEMS * random.random(BLOCK) ** 2
     user = np.floor(second * NEW_USERS_S - user_age).astype(np.int64)
     item = np.floor(second * NEW_ITEMS_S - item_age).astype(np.int64)
+    user_id = user.view(np.uint64) * _ODD
+    item_id = item.view(np.uint64) * _ODD
+    clicks["user"] = user_id.view(np.int64)
+    clicks["item"] = item_id.view(np.int64)
+
     turns = _GOLDEN * item - _PLASTIC * user - second / TURN_S
     logits = SCALE * np.cos(2 * np.pi * turns) + BIAS
-    clicks["user"] = (user.view(np.uint64) * _ODD).view(np.int64)
-    clicks["item"] = (item.view(np.uint64) * _ODD).view(np.int64)
     probabilities = 1 / (1 + np.exp(-logits))
     clicks["clicked"] = random.random(BLOCK) < probabilities
     for name in ("served", "frozen", "age", "waited"):

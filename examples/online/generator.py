@@ -51,10 +51,11 @@ class Request:
     """
 
     def __init__(self, clicks: Clicks) -> None:
-        features = {
-            name: [[id_] for id_ in clicks[name].tolist()] for name in ("user", "item")
-        }
-        self.body = json.dumps({"arguments": {"features": features}}).encode()
+        features = {}
+        for name in ("user", "item"):
+            features[name] = [[id_] for id_ in clicks[name].tolist()]
+        body = {"arguments": {"features": features}}
+        self.body = json.dumps(body).encode()
         self.until = time.monotonic() + ANSWER_S
         self.outcome = NO_ANSWER
         self.logits = np.full(len(clicks), np.nan)
@@ -123,7 +124,9 @@ class Server:
 
     def _reply_to(self, request: Request) -> Any:
         with urllib.request.urlopen(
-            self._url, request.body, timeout=ANSWER_S
+            self._url,
+            request.body,
+            timeout=ANSWER_S,
         ) as response:
             return json.loads(b"".join(_parts(response, request)))
 
@@ -150,7 +153,11 @@ class Batch:
     """
 
     def __init__(
-        self, number: int, clicks: Clicks, served: Server, frozen: Server
+        self,
+        number: int,
+        clicks: Clicks,
+        served: Server,
+        frozen: Server,
     ) -> None:
         self.number = number
         self.clicks = clicks
@@ -177,7 +184,9 @@ class Batch:
         self.clicks["waited"] = now - due
         outcomes = {}
         for name, request in self.requests.items():
-            outcome = request.outcome if request.done.is_set() else NO_ANSWER
+            outcome = NO_ANSWER
+            if request.done.is_set():
+                outcome = request.outcome
             outcomes[name] = outcome
             self.clicks[f"{name}_outcome"] = outcome
             self.clicks[name] = request.logits if outcome == ANSWERED else np.nan
@@ -207,7 +216,11 @@ def generate(settings: Settings) -> None:
         _generate_live(settings, stream, number)
 
 
-def _generate_live(settings: Settings, stream: ClickStream, number: int) -> None:
+def _generate_live(
+    settings: Settings,
+    stream: ClickStream,
+    number: int,
+) -> None:
     """Writes the live clicks after click ``number``."""
     served = Server(settings.http)
     frozen = Server(settings.frozen_http)
@@ -247,7 +260,10 @@ def _generate_live(settings: Settings, stream: ClickStream, number: int) -> None
 
 
 def _opened(
-    settings: Settings, served: Server, frozen: Server, number: int
+    settings: Settings,
+    served: Server,
+    frozen: Server,
+    number: int,
 ) -> tuple[float, float]:
     """Waits until both servers answer, with rows of this session.
 
@@ -274,7 +290,11 @@ def _opened(
         time.sleep(TICK_S)
 
 
-def _due(settings: Settings, opened: float, number: Any) -> Any:
+def _due(
+    settings: Settings,
+    opened: float,
+    number: Any,
+) -> Any:
     """Returns the moment at which a click is due, in seconds since 1970."""
     return opened + (number - 1 - settings.history) / settings.rate
 

@@ -73,7 +73,11 @@ def features_of(clicks: Clicks) -> KeyedJaggedTensor:
     columns = [torch.from_numpy(clicks[name].copy()) for name in FEATURES]
     values = torch.cat(columns)
     lengths = torch.ones_like(values, dtype=torch.int32)
-    return KeyedJaggedTensor(keys=FEATURES, values=values, lengths=lengths)
+    return KeyedJaggedTensor(
+        keys=FEATURES,
+        values=values,
+        lengths=lengths,
+    )
 
 
 def build(settings: Settings) -> tuple[DistributedModelParallel, torch.optim.Adam]:
@@ -102,7 +106,10 @@ def build(settings: Settings) -> tuple[DistributedModelParallel, torch.optim.Ada
     assert group is not None
     plan = planner.collective_plan(model, sharders, group)
     sharded = DistributedModelParallel(
-        model, plan=plan, sharders=sharders, device=torch.device("cpu")
+        model,
+        plan=plan,
+        sharders=sharders,
+        device=torch.device("cpu"),
     )
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     return sharded, torch.optim.Adam(dense.values(), lr=settings.lr)

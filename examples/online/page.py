@@ -65,8 +65,16 @@ def page(state: Mapping[str, Any], live: bool) -> str:
         f'<div class="plots">{"".join(_plots(state))}</div>',
         f'<p class="faint">{ABOUT_PLOTS}</p>',
         '<div class="columns">',
-        _table("Processes", ["process", "pid", "restarts"], _processes(state)),
-        _table("Settings", ["setting", "value"], settings_rows),
+        _table(
+            "Processes",
+            ["process", "pid", "restarts"],
+            _processes(state),
+        ),
+        _table(
+            "Settings",
+            ["setting", "value"],
+            settings_rows,
+        ),
         "</div>",
     ]
     head = f'<meta http-equiv="refresh" content="{RELOAD_S}">\n' if live else ""
@@ -108,7 +116,11 @@ def _numbers(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _plots(state: Mapping[str, Any]) -> list[str]:
     """Returns all plots of the page as HTML."""
-    return [*_quality_plots(state), *_time_plots(state), *_row_plots(state)]
+    return [
+        *_quality_plots(state),
+        *_time_plots(state),
+        *_row_plots(state),
+    ]
 
 
 def _quality_plots(state: Mapping[str, Any]) -> list[str]:
@@ -191,7 +203,14 @@ def _row_plots(state: Mapping[str, Any]) -> list[str]:
         ]
     expired = {"expired": _of_samples(samples, "expired")}
     return [
-        _plot("Rows", "Rows of each table.", rows, short, unit="rows", zero=True),
+        _plot(
+            "Rows",
+            "Rows of each table.",
+            rows,
+            short,
+            unit="rows",
+            zero=True,
+        ),
         _plot(
             "Expired",
             "Rows that have expired so far.",
@@ -208,12 +227,16 @@ def live_windows(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
     No server was asked for the scores of the history.
     """
-    first = state["settings"]["history"] + state["settings"]["window"]
+    settings = state["settings"]
+    first = settings["history"] + settings["window"]
     return [window for window in state["windows"] if window["last"] >= first]
 
 
 def _of_windows(
-    windows: Sequence[Mapping[str, Any]], name: str, metric: str, start_ms: int
+    windows: Sequence[Mapping[str, Any]],
+    name: str,
+    metric: str,
+    start_ms: int,
 ) -> Points:
     points = []
     for window in windows:
@@ -231,24 +254,31 @@ def _unanswered(outcomes: Mapping[str, int]) -> int:
 
 
 def _processes(state: Mapping[str, Any]) -> list[list[str]]:
-    return [
-        [name, str(process["pid"]), str(process["restarts"])]
-        for name, process in state["processes"].items()
-    ]
+    rows = []
+    for name, process in state["processes"].items():
+        pid = str(process["pid"])
+        restarts = str(process["restarts"])
+        rows.append([name, pid, restarts])
+    return rows
 
 
 def _number(value: float | None, text_of: Any) -> str:
     return "-" if value is None else text_of(value)
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+) -> str:
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     lines = [f"<tr>{names}</tr>"]
     for row in rows:
         cells = "".join(cell(text) for text in row)
         lines.append(f"<tr>{cells}</tr>")
-    table = f"<table>{''.join(lines)}</table>"
-    return f"<section><h2>{escape(title)}</h2>{table}</section>"
+    content = "".join(lines)
+    heading = f"<h2>{escape(title)}</h2>"
+    return f"<section>{heading}<table>{content}</table></section>"
 
 
 def _plot(

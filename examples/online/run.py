@@ -64,9 +64,18 @@ class Flags:
         "Seconds of live clicks, which begin when all processes are ready.",
         min=1,
     )
-    rate: int = flag(2000, None, "Clicks a second.", min=1)
+    rate: int = flag(
+        2000,
+        None,
+        "Clicks a second.",
+        min=1,
+    )
     publish_every: float = flag(
-        5.0, None, "Time between deltas.", min=0.0, metavar="SECONDS"
+        5.0,
+        None,
+        "Time between deltas.",
+        min=0.0,
+        metavar="SECONDS",
     )
     expire: int = flag(
         30,
@@ -85,9 +94,17 @@ class Flags:
             "a server that the example starts, or file if Redis is not installed"
         ),
     )
-    seed: int = flag(0, None, "Seed of the clicks and of the model.", min=0)
+    seed: int = flag(
+        0,
+        None,
+        "Seed of the clicks and of the model.",
+        min=0,
+    )
     kills: int = flag(
-        0, None, "Number of SIGKILLs of random processes during the run.", min=0
+        0,
+        None,
+        "Number of SIGKILLs of random processes during the run.",
+        min=0,
     )
     folder: Path | None = flag(
         None,
@@ -205,7 +222,12 @@ def _continued(folder: Path) -> Iterator[Settings]:
             url = f"redis://127.0.0.1:{_free_port()}"
         # The clicks go on when all processes are ready.
         settings.opened.unlink(missing_ok=True)
-        yield replace(settings, url=url, session_ms=_now_ms(), **_addresses())
+        yield replace(
+            settings,
+            url=url,
+            session_ms=_now_ms(),
+            **_addresses(),
+        )
 
 
 def _result(state: dict[str, Any]) -> dict[str, Any]:
@@ -218,20 +240,26 @@ def _result(state: dict[str, Any]) -> dict[str, Any]:
     start_ms = state["settings"]["start_ms"]
     live = live_windows(state)
     size = max(math.ceil(len(live) / 6), 1)
-    parts = [
-        _part(live[begin : begin + size], start_ms)
-        for begin in range(0, len(live), size)
-    ]
-    margins = [
-        part["served"] - part["frozen"]
-        for part in parts[len(parts) * 2 // 3 :]
-        if part["served"] is not None and part["frozen"] is not None
-    ]
-    processes = state["processes"]
+    parts = []
+    for begin in range(0, len(live), size):
+        windows = live[begin : begin + size]
+        parts.append(_part(windows, start_ms))
+
+    margins = []
+    last_third = parts[len(parts) * 2 // 3 :]
+    for part in last_third:
+        served = part["served"]
+        frozen = part["frozen"]
+        if served is not None and frozen is not None:
+            margins.append(served - frozen)
+
+    restarts = {}
+    for name, process in state["processes"].items():
+        restarts[name] = process["restarts"]
     return {
         "parts": parts,
         "margin": min(margins, default=None),
-        "restarts": {name: processes[name]["restarts"] for name in processes},
+        "restarts": restarts,
     }
 
 
@@ -239,8 +267,11 @@ def _part(windows: Sequence[Mapping[str, Any]], start_ms: int) -> dict[str, Any]
     """Returns the means of the metrics over the windows that have them."""
 
     def mean(model: str, metric: str) -> float | None:
-        values = [window[model][metric] for window in windows]
-        values = [value for value in values if value is not None]
+        values = []
+        for window in windows:
+            value = window[model][metric]
+            if value is not None:
+                values.append(value)
         return sum(values) / len(values) if values else None
 
     return {
@@ -264,7 +295,11 @@ PART_TITLES = {
 }
 
 
-def _report(console: Console, state: dict[str, Any], result: dict[str, Any]) -> None:
+def _report(
+    console: Console,
+    state: dict[str, Any],
+    result: dict[str, Any],
+) -> None:
     """Prints the result."""
     table = Table(title="AUC of clicks that were scored before they were trained on")
     for title in PART_TITLES.values():

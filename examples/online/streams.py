@@ -143,7 +143,12 @@ class FileStream:
         if last == offset:
             time.sleep(WAIT_S / 5)
         count = min(count, last - offset)
-        return np.fromfile(self._path, CLICK, count, offset=offset * CLICK.itemsize)
+        return np.fromfile(
+            self._path,
+            CLICK,
+            count,
+            offset=offset * CLICK.itemsize,
+        )
 
     def trim(self, offset: int) -> None:
         """See :meth:`ClickStream.trim`. The file is never trimmed."""
@@ -172,7 +177,9 @@ class RedisStream:
         self._key = key
         self._redis = redis
         self._client: Any = redis.Redis.from_url(
-            url, retry=Retry(NoBackoff(), 0), socket_timeout=10
+            url,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=10,
         )
 
     def problems(self) -> list[str]:
@@ -470,16 +477,27 @@ class KafkaStream:
         """
         place = self._kafka.TopicPartition(self._topic, 0)
         ends: tuple[int, int] = self._consumer.get_watermark_offsets(
-            place, QUERY_S, cached=False
+            place,
+            QUERY_S,
+            cached=False,
         )
         return ends
 
     def _call(self, action: Callable[[], T], retry_s: float = RETRY_S) -> T:
         failures = (self._kafka.KafkaException,)
-        return _repeated(action, failures, f"Kafka topic {self._topic}", retry_s)
+        return _repeated(
+            action,
+            failures,
+            f"Kafka topic {self._topic}",
+            retry_s,
+        )
 
 
-def read_batch(stream: ClickStream, offset: int, count: int) -> Clicks:
+def read_batch(
+    stream: ClickStream,
+    offset: int,
+    count: int,
+) -> Clicks:
     """Waits for exactly ``count`` clicks after click ``offset``.
 
     Batches therefore do not depend on when clicks arrive.

@@ -69,7 +69,11 @@ class Process:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], log: Path, restarts: int
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        restarts: int,
     ) -> None:
         self.name = name
         self.restarts = restarts - 1  # _start() counts this start
@@ -176,22 +180,29 @@ class Supervisor:
             remaining time of the live clicks.
     """
 
-    def __init__(self, settings: Settings, redis_port: int | None, kills: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        redis_port: int | None,
+        kills: int,
+    ) -> None:
         self.settings = settings
         saved: dict[str, Any] = {"samples": [], "kills": [], "processes": {}}
         with suppress(FileNotFoundError):
             saved = json.loads((settings.folder / STATE).read_bytes())
         self.kills: list[str] = saved["kills"]
         self._samples: list[dict[str, Any]] = saved["samples"]
-        self._restarts = {
-            name: process["restarts"] for name, process in saved["processes"].items()
-        }
-        begin_s = self._samples[-1]["second"] if self._samples else 0.0
+        self._restarts = {}
+        for name, process in saved["processes"].items():
+            self._restarts[name] = process["restarts"]
+
+        begin_s = 0.0
+        if self._samples:
+            begin_s = self._samples[-1]["second"]
         end_s = (settings.clicks - settings.history) / settings.rate
         self._random = random.Random(settings.seed)
-        self._kill_times = sorted(
-            self._random.uniform(begin_s, end_s) for _ in range(kills)
-        )
+        kill_times = [self._random.uniform(begin_s, end_s) for _ in range(kills)]
+        self._kill_times = sorted(kill_times)
         self._victims: list[str] = []  # shuffled, so that each of them is killed
         self._follower_state: dict[str, Any] = {}  # its last answer
         # the moment of the rows of this answer, in seconds since 1970
@@ -313,14 +324,21 @@ class Supervisor:
 
     def _write(self, status: str, live: bool) -> dict[str, Any]:
         """Writes the state and the page, and returns the state."""
-        state = {"status": status, **self.state(), "samples": self._samples}
+        state = {
+            "status": status,
+            **self.state(),
+            "samples": self._samples,
+        }
         second = self._second()
         if second is not None:
             self._add_sample(state, second)
         if len(self._samples) > MAX_SAMPLES:
             del self._samples[: MAX_SAMPLES // 2 : 2]
-        write_whole(self.settings.folder / STATE, json.dumps(state).encode())
-        write_whole(self.settings.folder / "page.html", page(state, live).encode())
+        folder = self.settings.folder
+        state_text = json.dumps(state)
+        page_text = page(state, live)
+        write_whole(folder / STATE, state_text.encode())
+        write_whole(folder / "page.html", page_text.encode())
         return state
 
     def _add_sample(self, state: dict[str, Any], second: float) -> None:
@@ -349,7 +367,12 @@ class Supervisor:
 
     def _run(self, name: str, command: Sequence[str]) -> None:
         log = self.settings.folder / f"{name}.log"
-        process = Process(name, command, log, self._restarts.get(name, 0))
+        process = Process(
+            name,
+            command,
+            log,
+            self._restarts.get(name, 0),
+        )
         self.processes[name] = process
         self._stack.callback(process.stop)
 
@@ -407,7 +430,11 @@ def _serves_final(state: dict[str, Any]) -> bool:
     return final_version is not None and state["served_version"] == final_version
 
 
-def _rate(earlier: dict[str, Any], later: dict[str, Any], counter: str) -> float | None:
+def _rate(
+    earlier: dict[str, Any],
+    later: dict[str, Any],
+    counter: str,
+) -> float | None:
     """Returns how much a counter has grown a second between two samples."""
     seconds = later["second"] - earlier["second"]
     if seconds <= 0:

@@ -20,6 +20,7 @@ from common.report import write_whole
 from common.run import sole_use
 from torch import nn
 
+from online.clicks import Clicks
 from online.model import build, features_of
 from online.settings import Settings
 from online.streams import read_batch, stream_of
@@ -79,15 +80,7 @@ def _train(settings: Settings) -> None:
         end = settings.history if offset < settings.history else settings.clicks
         count = min(settings.batch_size, end - offset)
         clicks = read_batch(stream, offset, count)
-        # Rows expire by the time of the clicks.
-        set_time(model, int(clicks["time_ms"][-1]) / 1000)
-        logits = model(features_of(clicks))
-        windows.add(clicks, logits)  # before the update
-        labels = torch.from_numpy(clicks["clicked"]).float()
-        loss = F.binary_cross_entropy_with_logits(logits, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        _train_step(model, optimizer, clicks, windows)
         offset += count
         step += 1
         if publisher is not None:
@@ -111,15 +104,47 @@ def _train(settings: Settings) -> None:
         pass  # The end of the block publishes the model as it is now.
     # The follower must arrive at this model.
     path = settings.folder / EXPORT
-    export_for_inference(model, path, dtype=torch.float32, index="hash")
+    export_for_inference(
+        model,
+        path,
+        dtype=torch.float32,
+        index="hash",
+    )
     load_library()
     version = torch.jit.load(path).recstore_version()
-    report.write(offset, windows, at_once=True, final_version=version)
+    report.write(
+        offset,
+        windows,
+        at_once=True,
+        final_version=version,
+    )
+
+
+def _train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clicks: Clicks,
+    windows: Windows,
+) -> None:
+    """Scores the clicks, and trains on them."""
+    # Rows expire by the time of the clicks.
+    last_ms = int(clicks["time_ms"][-1])
+    set_time(model, last_ms / 1000)
+    logits = model(features_of(clicks))
+    windows.add(clicks, logits)  # before the update
+    labels = torch.from_numpy(clicks["clicked"]).float()
+    loss = F.binary_cross_entropy_with_logits(logits, labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 def _publisher(settings: Settings, model: nn.Module) -> DeltaPublisher:
     return DeltaPublisher(
-        model, settings.published, every_s=settings.publish_every_s, dtype=torch.float32
+        model,
+        settings.published,
+        every_s=settings.publish_every_s,
+        dtype=torch.float32,
     )
 
 

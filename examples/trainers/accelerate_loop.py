@@ -49,7 +49,34 @@ def batch_of(rows: list[tuple[Tensor, Tensor, Tensor]]) -> Batch:
     return Batch(counts, features(ids), labels)
 
 
-def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
+def tested_auc(
+    accelerator: Accelerator,
+    model: nn.Module,
+    test: DataLoader[Any],
+) -> float:
+    """Returns the AUC of the test rows."""
+    model.eval()
+    all_logits = []
+    all_labels = []
+    with torch.no_grad():
+        for batch in test:
+            _, (_, logits, labels) = model(batch)
+            # of all processes, and no row twice
+            logits, labels = accelerator.gather_for_metrics((logits, labels))
+            all_logits.append(logits)
+            all_labels.append(labels)
+    area = binary_auroc(
+        torch.cat(all_logits),
+        torch.cat(all_labels).long(),
+    )
+    return area.item()
+
+
+def main(
+    data: Path | None,
+    folder: Path,
+    checkpoint_every: int,
+) -> None:
     """Trains for one epoch, and prints the AUC of the test rows.
 
     The training continues from the newest checkpoint if there is one.
@@ -86,7 +113,11 @@ def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
 
     step = 0
 
-    def save_model(models: list[nn.Module], weights: list[Any], path: str) -> None:
+    def save_model(
+        models: list[nn.Module],
+        weights: list[Any],
+        path: str,
+    ) -> None:
         save_checkpoint(model, f"{path}/model", training_state={"step": step})
 
     def load_model(models: list[nn.Module], path: str) -> None:
@@ -124,22 +155,13 @@ def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
         if step % checkpoint_every == 0:
             save()
             accelerator.print(
-                f"step {step}: training loss {loss.item():.4f}", flush=True
+                f"step {step}: training loss {loss.item():.4f}",
+                flush=True,
             )
     if step > first_step and step % checkpoint_every != 0:
         save()
 
-    model.eval()
-    all_logits = []
-    all_labels = []
-    with torch.no_grad():
-        for batch in test:
-            _, (_, logits, labels) = model(batch)
-            # of all processes, and no row twice
-            logits, labels = accelerator.gather_for_metrics((logits, labels))
-            all_logits.append(logits)
-            all_labels.append(labels)
-    test_auc = binary_auroc(torch.cat(all_logits), torch.cat(all_labels).long()).item()
+    test_auc = tested_auc(accelerator, model, test)
     table_rows = sum(stats.rows for stats in table_stats(model).values())
     accelerator.print(
         f"{table_rows:,} rows in {len(SPARSE)} tables, test AUC {test_auc:.4f}",
@@ -149,7 +171,8 @@ def main(data: Path | None, folder: Path, checkpoint_every: int) -> None:
 
 if __name__ == "__main__":
     flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument(
         "--data",

@@ -166,7 +166,8 @@ def main(
     cluster = {name: value for name, value in cluster.items() if value is not None}
     ray.init(**cluster, include_dashboard=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    num_rows = pl.scan_parquet(parquet / "*.parquet").select(pl.len()).collect().item()
+    files = pl.scan_parquet(parquet / "*.parquet")
+    num_rows = files.select(pl.len()).collect().item()
     steps = num_rows * 8 // 10 // BATCH_SIZE
     trainer = TorchTrainer(
         train,
@@ -178,7 +179,8 @@ def main(
         },
         # Ray Data needs CPUs, too: it waits forever if the workers take all of them.
         scaling_config=ray.train.ScalingConfig(
-            num_workers=WORKERS, resources_per_worker={"CPU": worker_cpus}
+            num_workers=WORKERS,
+            resources_per_worker={"CPU": worker_cpus},
         ),
         torch_config=TorchConfig(backend="gloo"),
         datasets={"rows": ray.data.read_parquet(str(parquet))},
@@ -203,7 +205,8 @@ def main(
 
 if __name__ == "__main__":
     flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument(
         "--data",
@@ -223,7 +226,9 @@ if __name__ == "__main__":
         help="number of steps between two checkpoints",
     )
     flags.add_argument(
-        "--kill-at", type=int, help="step after which the second worker is killed, once"
+        "--kill-at",
+        type=int,
+        help="step after which the second worker is killed, once",
     )
     flags.add_argument(
         "--worker-cpus",
