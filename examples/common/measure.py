@@ -156,8 +156,11 @@ class Window:
         if logits is not None and labels is not None:
             self._scored.append((logits.detach(), labels))
             self._scored_samples += len(labels)
-            while self._scored_samples - len(self._scored[0][1]) >= AUC_SAMPLES:
-                self._scored_samples -= len(self._scored.popleft()[1])
+            _, oldest_labels = self._scored[0]
+            while self._scored_samples - len(oldest_labels) >= AUC_SAMPLES:
+                self._scored.popleft()
+                self._scored_samples -= len(oldest_labels)
+                _, oldest_labels = self._scored[0]
 
     def values(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """Returns the points of loss, AUC, memory and speed.

@@ -117,9 +117,11 @@ def result_of(tables: Mapping[str, TableStats], since_step: int = 0) -> dict[str
     for name, stats in tables.items():
         if stats.lookups:
             counts[name] = _counts(stats)
+    rows = {name: stats.rows for name, stats in tables.items()}
+    sizes = {name: stats.bytes for name, stats in tables.items()}
     return {
-        "rows": {name: stats.rows for name, stats in tables.items()},
-        "bytes": {name: stats.bytes for name, stats in tables.items()},
+        "rows": rows,
+        "bytes": sizes,
         "counts_since_step": since_step,
         "counts": counts,
         "hit_rate": hit_rate(total(tables)),
@@ -163,7 +165,10 @@ def print_result(
     columns = _columns(result.get("bounds") or {}, tables)
     # Rows and bytes are not counted since a step, so a table of rows and bytes needs no
     # caption.
-    printed = Table(caption=counted_since(result) if len(columns) > 2 else None)
+    caption = None
+    if len(columns) > 2:
+        caption = counted_since(result)
+    printed = Table(caption=caption)
     printed.add_column("table")
     for title in columns:
         printed.add_column(title, justify="right")

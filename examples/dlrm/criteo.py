@@ -143,28 +143,19 @@ def parse_fast(data: bytes) -> Rows | None:
         return None
     field_bytes = np.diff(field_ends, prepend=-1)  # with the tab or the newline
     lengths = field_bytes.reshape(num_rows, num_columns) - 1
+    label_lengths = lengths[:, 0]
+    id_lengths = lengths[:, -NUM_IDS:]
     label_ends = field_ends[::num_columns]
     labels = buffer[label_ends - 1] - np.uint8(ord("0"))
-    if (lengths[:, 0] != 1).any() or (labels > 1).any():
+    if (label_lengths != 1).any() or (labels > 1).any():
         return None
-    if (lengths[:, -NUM_IDS:] > 16).any():
+    if (id_lengths > 16).any():
         return None
     line_bytes = np.diff(line_ends, prepend=-1)
     if line_bytes.max(initial=0) > MAX_LINE_BYTES:
         return None
-    try:
-        frame = pl.read_csv(
-            data,
-            has_header=False,
-            separator="\t",
-            quote_char=None,
-            schema=_SCHEMA,
-        )
-        frame = frame.select(
-            pl.col(DENSE_NAMES).fill_null(0),
-            pl.col(ID_NAMES).str.to_integer(base=16, dtype=pl.UInt64).fill_null(0),
-        )
-    except pl.exceptions.PolarsError:
+    frame = _frame_of(data)
+    if frame is None:
         return None
     dense = np.empty((NUM_DENSE, num_rows), np.int64)
     ids = np.empty((NUM_IDS, num_rows), np.int64)
@@ -177,6 +168,25 @@ def parse_fast(data: bytes) -> Rows | None:
         np.ascontiguousarray(transform_dense(dense).T),
         ids.T,
     )
+
+
+def _frame_of(data: bytes) -> pl.DataFrame | None:
+    """Returns the columns as integers, or None if polars cannot read them."""
+    integers = pl.col(ID_NAMES).str.to_integer(base=16, dtype=pl.UInt64)
+    try:
+        frame = pl.read_csv(
+            data,
+            has_header=False,
+            separator="\t",
+            quote_char=None,
+            schema=_SCHEMA,
+        )
+        return frame.select(
+            pl.col(DENSE_NAMES).fill_null(0),
+            integers.fill_null(0),
+        )
+    except pl.exceptions.PolarsError:
+        return None
 
 
 def find_fault(line: bytes) -> tuple[str | None, str] | None:

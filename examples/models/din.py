@@ -159,7 +159,11 @@ def keyed(
         places = batch_places + shifts.repeat_interleave(length)
         values.append(feature.ids[places])
         lengths.append(length)
-    return KeyedJaggedTensor(names, torch.cat(values), lengths=torch.cat(lengths))
+    return KeyedJaggedTensor(
+        names,
+        torch.cat(values),
+        lengths=torch.cat(lengths),
+    )
 
 
 class Attention(nn.Module):
@@ -176,7 +180,12 @@ class Attention(nn.Module):
             nn.Linear(36, 1),
         )
 
-    def forward(self, item: Tensor, history: Tensor, lengths: Tensor) -> Tensor:
+    def forward(
+        self,
+        item: Tensor,
+        history: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
         """Returns (B, DIM).
 
         Args:

@@ -74,8 +74,11 @@ def read(folder: Path) -> Ratings:
     paths = list(folder.glob("ml-100k.inter*"))
     if not paths:
         sys.exit(f"error: {folder} has no ml-100k.inter")
-    columns = ["user", "item", "rating", "time"]
-    table = pl.read_csv(paths[0], separator="\t", new_columns=columns)
+    table = pl.read_csv(
+        paths[0],
+        separator="\t",
+        new_columns=["user", "item", "rating", "time"],
+    )
     table = table.sort("time", maintain_order=True).with_row_index("order")
     table = table.sort("user", maintain_order=True).with_row_index("place")
     table = table.with_columns(begin=pl.col("place").min().over("user"))
@@ -122,7 +125,11 @@ def features(items: JaggedTensor, negatives: Tensor) -> KeyedJaggedTensor:
     values = torch.cat([items.values(), negatives.flatten()])
     negative_lengths = torch.full((users,), negatives_of_user)
     lengths = torch.cat([items.lengths(), negative_lengths])
-    return KeyedJaggedTensor(["item", "negative"], values, lengths=lengths)
+    return KeyedJaggedTensor(
+        ["item", "negative"],
+        values,
+        lengths=lengths,
+    )
 
 
 class Bias(nn.Module):

@@ -361,7 +361,11 @@ def train_epoch(
             negatives[place],
         ]
         x, positive_rows, negative_rows = model(
-            KeyedJaggedTensor(KEYS, torch.cat(ids), lengths=lengths.repeat(3))
+            KeyedJaggedTensor(
+                KEYS,
+                torch.cat(ids),
+                lengths=lengths.repeat(3),
+            )
         )
         positive_scores = (x * positive_rows).sum(1)
         negative_scores = (x * negative_rows).sum(1)

@@ -242,7 +242,11 @@ class Live:
         self.publisher = DeltaPublisher(model, place, every_s=0)
         # The vector of a movie depends on its year and kinds, too. So the tower is a
         # function of the movie's id.
-        self.index = Retrieval("t_item_id", tower=self.vectors, clusters=clusters)
+        self.index = Retrieval(
+            "t_item_id",
+            tower=self.vectors,
+            clusters=clusters,
+        )
         self.follower = Follower(place, retrieval=self.index)
         self.last_best = torch.empty(users.stride(), 0, dtype=torch.int64)
 
@@ -321,6 +325,35 @@ def read_data(folder: Path, modulo: int | None) -> Data:
     )
 
 
+def train_epoch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    users: Features,
+    movies: Features,
+    log_shares: Tensor,
+    train: Tensor,
+) -> list[float]:
+    """Trains on the pairs of a user and a movie in their order.
+
+    Returns:
+        The loss of each step.
+    """
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    whole_batches = len(train) // BATCH * BATCH
+    losses = []
+    for batch in train[:whole_batches].split(BATCH):
+        user, movie = batch[rank::ranks].T
+        user_vectors, movie_vectors = model(users.pick(user), movies.pick(movie))
+        shares = log_shares[movie]
+        loss = in_batch_softmax(user_vectors, movie_vectors, movie, shares)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def main(
     data: Path,
     epochs: int,
@@ -335,7 +368,6 @@ def main(
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rank = dist.get_rank()
-    ranks = dist.get_world_size()
     torch.manual_seed(seed)
     users, movies, train, test = read_data(data, modulo=fused)
     counts = train[:, 1].bincount(minlength=movies.lengths.shape[1])
@@ -363,19 +395,16 @@ def main(
 
     begin = time.perf_counter()
     for epoch in range(epochs):
-        losses = []
         random = torch.Generator().manual_seed(seed * epochs + epoch)
         order = torch.randperm(len(train), generator=random)
-        whole_batches = len(order) // BATCH * BATCH
-        for batch in order[:whole_batches].split(BATCH):
-            user, movie = train[batch[rank::ranks]].T
-            user_vectors, movie_vectors = model(users.pick(user), movies.pick(movie))
-            shares = log_shares[movie]
-            loss = in_batch_softmax(user_vectors, movie_vectors, movie, shares)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = train_epoch(
+            model,
+            optimizer,
+            users,
+            movies,
+            log_shares,
+            train[order],
+        )
         if rank == 0:
             mean_loss = sum(losses) / len(losses)
             print(f"epoch {epoch + 1}: training loss {mean_loss:.4f}", flush=True)

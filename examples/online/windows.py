@@ -77,8 +77,9 @@ class Windows:
         self._open = torch.cat([self._open, rows])
         while len(self._open) >= self.size:
             self._last += self.size
-            metrics = self._metrics(self._open[: self.size])
-            self.done = [*self.done, metrics][-MAX_WINDOWS:]
+            complete = self._open[: self.size]
+            windows = [*self.done, self._metrics(complete)]
+            self.done = windows[-MAX_WINDOWS:]
             self._open = self._open[self.size :]
         is_live = clicks["served_outcome"] != HISTORY
         self._count(clicks[is_live])
@@ -98,10 +99,12 @@ class Windows:
 
     def _count(self, live: Clicks) -> None:
         for name in SERVERS:
+            outcomes = self.outcomes[name]
             counts = _counts(live[f"{name}_outcome"])
-            for outcome, count in counts.items():
-                self.outcomes[name][OUTCOMES[outcome]] += count
-        self.late += int((live["waited"] > LATE_S).sum())
+            for number, count in counts.items():
+                outcomes[OUTCOMES[number]] += count
+        is_late = live["waited"] > LATE_S
+        self.late += int(is_late.sum())
         steps = np.round(live["age"] / STEP_S).astype(np.int64)
         for step, count in _counts(steps).items():
             self.ages[step] = self.ages.get(step, 0) + count
@@ -141,10 +144,12 @@ class Windows:
             "time_ms": int(rows[-1, 1]),
             "clicked": float(labels.mean()),
         }
-        for name, logits in zip(MODELS, rows[:, 2:].T, strict=True):
+        logits_of_models = rows[:, 2:].T
+        for name, logits in zip(MODELS, logits_of_models, strict=True):
             answered = ~logits.isnan()
+            share = answered.double().mean()
             metrics[name] = {
-                "answered": float(answered.double().mean()),
+                "answered": float(share),
                 **quality(logits[answered], labels[answered]),
             }
         return metrics
@@ -170,5 +175,9 @@ def quality(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
     if positives in (0.0, float(len(labels))):
         return {"auc": None, "calibration": None}
     predictions = torch.sigmoid(logits)
-    auc = float(binary_auroc(predictions, labels.long()))
-    return {"auc": auc, "calibration": float(predictions.sum()) / positives}
+    auc = binary_auroc(predictions, labels.long())
+    predicted_positives = float(predictions.sum())
+    return {
+        "auc": float(auc),
+        "calibration": predicted_positives / positives,
+    }
