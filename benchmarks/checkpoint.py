@@ -305,7 +305,11 @@ def deltas(
         table.remove(ids[: len(ids) // 100])
 
         begin = clock()
-        info = save_checkpoint(model, folder / "delta", delta_of=base.path)
+        info = save_checkpoint(
+            model,
+            folder / "delta",
+            delta_of=base.path,
+        )
         seconds = clock() - begin
 
         delta_rows = 0
@@ -373,7 +377,11 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
         alone += [step() for _ in range(200)]
         with peak_memory(0.5) as peak:
             begin = clock()
-            saving = async_save(model, folder / "beside", overwrite=True)
+            saving = async_save(
+                model,
+                folder / "beside",
+                overwrite=True,
+            )
             snapshot = clock() - begin
             while not saving.done():
                 during.append(step())

@@ -181,7 +181,11 @@ def training_tables(dim: int) -> dict[str, Table]:
             stochastic_rounding=True,
         ),
         "int8": Table(dim, torch.int8),
-        "int8, state in float16": Table(dim, torch.int8, state_dtype=torch.float16),
+        "int8, state in float16": Table(
+            dim,
+            torch.int8,
+            state_dtype=torch.float16,
+        ),
         "state in float16": Table(dim, state_dtype=torch.float16),
         'nonfinite="skip"': Table(dim, options=TableOptions(nonfinite="skip")),
         'nonfinite="raise"': Table(dim, options=TableOptions(nonfinite="raise")),

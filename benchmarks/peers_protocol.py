@@ -120,11 +120,15 @@ class _Session:
 
     def fill(self, step: int) -> Any:
         """Writes a part of the rows."""
-        return self.side.fill(self._part(step), self._gradient(self.shape.part))
+        ids = self._part(step)
+        weights = self._gradient(self.shape.part)
+        return self.side.fill(ids, weights)
 
     def new(self, step: int) -> Any:
         """Trains on a part of ids, which are new if the table is not yet filled."""
-        return self.side.step(self._part(step), self._gradient(self.shape.part))
+        ids = self._part(step)
+        gradient = self._gradient(self.shape.part)
+        return self.side.step(ids, gradient)
 
     def lookup(self, step: int) -> Any:
         """Looks ids up."""
@@ -132,7 +136,9 @@ class _Session:
 
     def step(self, step: int) -> Any:
         """Looks ids up and updates their rows."""
-        return self.side.step(self._drawn(step), self._gradient(self.shape.ids))
+        ids = self._drawn(step)
+        gradient = self._gradient(self.shape.ids)
+        return self.side.step(ids, gradient)
 
     def memory(self, _: int) -> Any:
         """Returns the bytes that the table has added to the process."""

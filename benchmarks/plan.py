@@ -133,7 +133,12 @@ def measured(
     """
     statistics_of = {}
     for name, shape in shapes.items():
-        sample = batches({name: shape}, batch, 1, 4 * BATCHES)
+        sample = batches(
+            {name: shape},
+            batch,
+            1,
+            4 * BATCHES,
+        )
         dist.barrier()
         # The steps below are measured by the processor time, because there can be more
         # ranks than cores.
@@ -334,7 +339,12 @@ def rank_main(
     chosen = {table.name: table.ranks for table in plan.tables}
     planned_bytes = [planned_rank.memory_bytes for planned_rank in plan.ranks]
     memory = memory_ratio(chosen, ranks, shapes, batch, planned_bytes)
-    inputs = batches(shapes, batch, 100 + rank, BATCHES)
+    inputs = batches(
+        shapes,
+        batch,
+        100 + rank,
+        BATCHES,
+    )
     plan_figures = compared_plans(chosen, ranks, inputs)
     if rank == 0:
         rounded_types_ms = {}

@@ -458,7 +458,12 @@ def beside(steps: int) -> None:
     with servers(1) as (addresses, _), filled(addresses) as first_client:
         add_table(first_client, "other")
         for transport in TRANSPORTS:
-            large_client = client_processes(1, addresses[0], transport, "large")
+            large_client = client_processes(
+                1,
+                addresses[0],
+                transport,
+                reads="large",
+            )
             with connected(addresses, transport) as client, large_client as (process,):
                 small_beside_large(
                     transport,

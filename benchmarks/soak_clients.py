@@ -237,14 +237,22 @@ def asks(folder: Path) -> dict[str, Any]:
     settings = json.loads((folder / "online" / "settings.json").read_text())
     state_url = f"http://{settings['http']}/state"
     ones = np.ones(4, np.int32)
-    lengths = messages.Array(dtype="int32", shape=[4], data=ones.tobytes())
+    lengths = messages.Array(
+        dtype="int32",
+        shape=[4],
+        data=ones.tobytes(),
+    )
     outcomes = {"answered": 0, "unanswered": 0, "states": 0}
     random = np.random.default_rng(3)
     with grpc.insecure_channel(settings["grpc"]) as channel:
         stub = PredictorStub(channel)
         while not (folder / "stop").exists():
             ids = random.integers(0, 2**40, 4)
-            values = messages.Array(dtype="int64", shape=[4], data=ids.tobytes())
+            values = messages.Array(
+                dtype="int64",
+                shape=[4],
+                data=ids.tobytes(),
+            )
             features = messages.Jagged(
                 keys=["user", "item"],
                 values=values,

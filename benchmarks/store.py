@@ -96,7 +96,12 @@ def main() -> None:
         # The hot rows are anywhere in the table, and so they are in the dense tensor.
         hot_ids = torch.randperm(rows)[:num_hot]
         places = torch.randint(0, num_hot, (1000 * BATCH,))
-        measured = rates(table, dense, hot_ids[places], 20)
+        measured = rates(
+            table,
+            dense,
+            hot_ids[places],
+            20,
+        )
         per_second = measured["million_ids_per_second"]
         row[f"million_ids_per_second_one_thread{suffix}"] = per_second
         row[f"over_index_select{suffix}"] = measured["over_index_select"]

@@ -306,8 +306,16 @@ def memory(arguments: argparse.Namespace) -> None:
     """Measures the resident memory and prints the JSON row."""
     rows = arguments.rows
     bounded = TableOptions(max_rows=rows, eviction=LRU())
-    bounded_bytes = bytes_of_table(bounded, ids=3 * rows, dim=arguments.dim)
-    unbounded_bytes = bytes_of_table(TableOptions(), ids=rows, dim=arguments.dim)
+    bounded_bytes = bytes_of_table(
+        bounded,
+        ids=3 * rows,
+        dim=arguments.dim,
+    )
+    unbounded_bytes = bytes_of_table(
+        TableOptions(),
+        ids=rows,
+        dim=arguments.dim,
+    )
     emit(
         {
             "benchmark": "bounded_memory",

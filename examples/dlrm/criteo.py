@@ -460,7 +460,11 @@ class CriteoFile:
         marks = []
         bad_lines = array("q")
 
-        def on_bad(index: int, column: str | None, reason: str) -> None:
+        def on_bad(
+            index: int,
+            column: str | None,
+            reason: str,
+        ) -> None:
             bad_lines.append(first + index)
             self._on_bad(first, index, column, reason)
 

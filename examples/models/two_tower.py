@@ -92,7 +92,11 @@ def read(folder: Path, kind: str) -> pl.DataFrame:
     paths = list(folder.glob(f"ml-100k.{kind}*"))
     if not paths:
         sys.exit(f"error: {folder} has no ml-100k.{kind}")
-    rows = pl.read_csv(paths[0], separator="\t", infer_schema=False)
+    rows = pl.read_csv(
+        paths[0],
+        separator="\t",
+        infer_schema=False,
+    )
     return rows.rename({name: name.split(":")[0] for name in rows.columns})
 
 
