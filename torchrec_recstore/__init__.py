@@ -129,6 +129,11 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     _MODULES,
     _OF_PLUGINS,
-    public=[*_MODULES, *_OF_PLUGINS, *optim.__all__, *options.__all__],
+    public=[
+        *_MODULES,
+        *_OF_PLUGINS,
+        *optim.__all__,
+        *options.__all__,
+    ],
     with_torchrec=_WITH_TORCHREC,
 )

@@ -111,7 +111,10 @@ for _name, _entry in commands().items():
         app.add_typer(_command, name=_name, rich_help_panel=JOBS)
     elif _command.__module__ == __name__:  # it only says why it cannot be used
         app.command(
-            _name, rich_help_panel=JOBS, hidden=True, context_settings=_PASS_ON
+            _name,
+            rich_help_panel=JOBS,
+            hidden=True,
+            context_settings=_PASS_ON,
         )(_command)
     else:
         app.command(_name, rich_help_panel=JOBS)(_command)

@@ -71,7 +71,11 @@ def check_fields(
             raise ValueError(f"{entry} has no field {name!r}")
 
 
-def encode(value: object, tensors: dict[str, Tensor], path: str = "") -> Any:
+def encode(
+    value: object,
+    tensors: dict[str, Tensor],
+    path: str = "",
+) -> Any:
     """Converts a value to a form that ``json`` can write. :func:`decode` converts it
     back.
 
@@ -111,7 +115,9 @@ def encode(value: object, tensors: dict[str, Tensor], path: str = "") -> Any:
 
 
 def _encode_mapping(
-    mapping: Mapping[Any, object], tensors: dict[str, Tensor], path: str
+    mapping: Mapping[Any, object],
+    tensors: dict[str, Tensor],
+    path: str,
 ) -> dict[str, Any]:
     for key in mapping:
         if isinstance(key, bool) or not isinstance(key, str | int):
@@ -129,7 +135,9 @@ def _encode_mapping(
 
 
 def _encode_dataclass(
-    value: Any, tensors: dict[str, Tensor], path: str
+    value: Any,
+    tensors: dict[str, Tensor],
+    path: str,
 ) -> dict[str, Any]:
     encoded = {"$type": type(value).__name__}
     for field in fields(value):
@@ -194,11 +202,19 @@ def _decode_dataclass(encoded: Mapping[str, Any], tensors: Mapping[str, Tensor])
         if key != "$type":
             arguments[key] = decode(item, tensors)
     _refuse_unsaved(name, dataclass_type, arguments)
-    check_fields(f"a value of the type {name!r}", arguments, dataclass_type)
+    check_fields(
+        f"a value of the type {name!r}",
+        arguments,
+        dataclass_type,
+    )
     return dataclass_type(**arguments)
 
 
-def _refuse_unsaved(name: str, dataclass_type: Any, values: Mapping[str, Any]) -> None:
+def _refuse_unsaved(
+    name: str,
+    dataclass_type: Any,
+    values: Mapping[str, Any],
+) -> None:
     """Refuses a field that :func:`encode` never writes: the code of a ``RowOptimizer``,
     which a table would run.
     """

@@ -72,7 +72,11 @@ def _table_ids(group: int, ids: Tensor, offsets: Tensor | None) -> list[Tensor]:
 
 
 def _group_forward(
-    group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, train: bool
+    group: int,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    train: bool,
 ) -> tuple[Tensor, Tensor]:
     return _pooled(group, ids), ids.new_empty(int(train))
 
@@ -89,12 +93,20 @@ def _group_forward_into(
 
 
 def _group_begin(
-    group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
+    group: int,
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
 ) -> Tensor:
     return ids.new_empty(1)
 
 
-def _device_plan(context: Tensor, firsts: object, arenas: object, out: Tensor) -> bool:
+def _device_plan(
+    context: Tensor,
+    firsts: object,
+    arenas: object,
+    out: Tensor,
+) -> bool:
     return True
 
 
@@ -103,7 +115,11 @@ def _ids_by_table(context: Tensor) -> list[Tensor]:
 
 
 def _device_find(
-    table: int, ids: Tensor, first: int, staged: int, stages_missing: bool
+    table: int,
+    ids: Tensor,
+    first: int,
+    staged: int,
+    stages_missing: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = _size()
     numbers = ids.new_empty(ids.shape, dtype=torch.int32)
@@ -119,7 +135,10 @@ def _dirty_of_pass(context: Tensor) -> list[Tensor]:
 
 
 def _group_backward(
-    context: Tensor, grad: Tensor, rates: object, weight_grads: bool
+    context: Tensor,
+    grad: Tensor,
+    rates: object,
+    weight_grads: bool,
 ) -> Tensor:
     return grad.new_empty((_size() if weight_grads else 0,))
 
@@ -129,7 +148,10 @@ def _weight_gradients(context: Tensor, grad: Tensor) -> Tensor:
 
 
 def _rows_forward(
-    groups: Sequence[int], ids: Tensor, counts: object, train: bool
+    groups: Sequence[int],
+    ids: Tensor,
+    counts: object,
+    train: bool,
 ) -> tuple[Tensor, Tensor]:
     rows = ids.new_empty(_size(), dtype=torch.float32)
     return rows, ids.new_empty(len(groups) if train else 0)
@@ -140,13 +162,20 @@ def _rows_begin_each(groups: Sequence[int], ids: Tensor, counts: object) -> Tens
 
 
 def _rows_forward_into(
-    groups: Sequence[int], ids: Tensor, counts: object, train: bool, out: Tensor
+    groups: Sequence[int],
+    ids: Tensor,
+    counts: object,
+    train: bool,
+    out: Tensor,
 ) -> Tensor:
     return ids.new_empty(len(groups) if train else 0)
 
 
 def _ids_split(
-    ids: Tensor, tables: Sequence[int], owners: object, n: int
+    ids: Tensor,
+    tables: Sequence[int],
+    owners: object,
+    n: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     counts = ids.new_empty(n, len(tables))
     return ids.new_empty(ids.shape), ids.new_empty(ids.shape), counts

@@ -42,7 +42,8 @@ def host_of(address: str, least_port: int = 1) -> str:
 
 
 def checked_addresses(
-    addresses: Sequence[str], argument: str = "servers"
+    addresses: Sequence[str],
+    argument: str = "servers",
 ) -> tuple[str, ...]:
     """Returns the addresses of servers: ``host:port`` or ``host:port/host:port``.
 

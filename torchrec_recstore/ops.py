@@ -475,7 +475,14 @@ The offsets are as for :func:`group_forward`; they may be None in a group of one
 feature.
 """
 group_read: Callable[
-    [int, Tensor, Tensor | None, Tensor | None, Sequence[Tensor], Sequence[Tensor]],
+    [
+        int,
+        Tensor,
+        Tensor | None,
+        Tensor | None,
+        Sequence[Tensor],
+        Sequence[Tensor],
+    ],
     Tensor,
 ] = _ops.group_read.default
 """(group, ids (N,) int64, offsets, weights, elsewhere_ids, elsewhere_images) -> pooled
@@ -588,7 +595,16 @@ number of each id's row, (N,) int32, and the host's slots and the ids of the row
 this call adds to the staging, (n,) int64.
 """
 device_stage_rows: Callable[
-    [int, Tensor | None, Tensor, bool, Tensor | None, Tensor | None, Tensor], None
+    [
+        int,
+        Tensor | None,
+        Tensor,
+        bool,
+        Tensor | None,
+        Tensor | None,
+        Tensor,
+    ],
+    None,
 ] = _ops.device_stage_rows.default
 """(table, slots (n,) int64 or None for ids without a row, ids (n,) int64, whether ids
 without a row always read as their initial rows, ids of rows elsewhere, ascending, their
@@ -672,7 +688,12 @@ the contexts of :data:`rows_forward`, whose rows are written to ``out``.
 
 # Rows in the memory of a device: kernels/device_interface.py has the arguments.
 device_settings: Callable[
-    [Sequence[int], Sequence[float], Sequence[str], Sequence[str]],
+    [
+        Sequence[int],
+        Sequence[float],
+        Sequence[str],
+        Sequence[str],
+    ],
     tuple[Tensor, Tensor],
 ] = _ops.device_settings.default
 """(groups, learning_rates, number_names, integer_names) -> the settings of the next

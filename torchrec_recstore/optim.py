@@ -107,7 +107,10 @@ class Optimizer:
     """The learning rate. It is the first positional argument of each optimizer."""
 
     def __init_subclass__(
-        cls, *, kind: int, states: Mapping[str, StateKind] | tuple[()]
+        cls,
+        *,
+        kind: int,
+        states: Mapping[str, StateKind] | tuple[()],
     ) -> None:
         cls.kind = kind
         cls.states = states  # type: ignore[assignment]

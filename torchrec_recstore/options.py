@@ -70,7 +70,12 @@ def _check_positive(owner: object, *names: str) -> None:
             raise ValueError(f"{argument} must be positive, got {value}")
 
 
-def check_int(name: str, value: object, least: int, most: int = 2**63 - 1) -> int:
+def check_int(
+    name: str,
+    value: object,
+    least: int,
+    most: int = 2**63 - 1,
+) -> int:
     """Returns ``value``, or raises TypeError or ValueError if it is not an int from
     ``least`` to ``most``.
     """
@@ -85,7 +90,11 @@ def check_int(name: str, value: object, least: int, most: int = 2**63 - 1) -> in
 
 def _check_int(owner: object, least: int, *names: str) -> None:
     for name in names:
-        check_int(f"{type(owner).__name__}.{name}", getattr(owner, name), least)
+        check_int(
+            f"{type(owner).__name__}.{name}",
+            getattr(owner, name),
+            least,
+        )
 
 
 def _check_str(owner: object, *names: str) -> None:
@@ -468,7 +477,11 @@ class ServerStore:
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        _check_str(self, "servers", *_set_names(self, "shared", "token", "tls_ca"))
+        _check_str(
+            self,
+            "servers",
+            *_set_names(self, "shared", "token", "tls_ca"),
+        )
         checked_addresses(self.addresses, "ServerStore.servers")
         check_token(self.token, "ServerStore.token")
         _check_positive(self, "timeout_s")
@@ -747,7 +760,9 @@ def not_on_servers(options: TableOptions) -> str | None:
 
 
 def shard_options(
-    options: TableOptions, split: tuple[int, int] | None, table_name: str
+    options: TableOptions,
+    split: tuple[int, int] | None,
+    table_name: str,
 ) -> TableOptions:
     """Returns the options of one shard, with its part of ``max_rows`` and
     ``device_rows``.
@@ -818,7 +833,8 @@ def _expected_ids(options: TableOptions, num_embeddings: int | None) -> int:
 
 
 def default_initializer(
-    options: TableOptions, num_embeddings: int | None = None
+    options: TableOptions,
+    num_embeddings: int | None = None,
 ) -> Initializer:
     """Returns the table's initializer, or the default: uniform in ``+-sqrt(1/n)``.
 

@@ -137,7 +137,9 @@ def open_own(path: str | Path, flags: int, mode: int = 0o666) -> int:
         refuse_foreign(path)
     try:
         descriptor = os.open(
-            path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode
+            path,
+            flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+            mode,
         )
     except OSError as error:
         if error.errno != errno.ELOOP:
@@ -157,7 +159,11 @@ def open_own(path: str | Path, flags: int, mode: int = 0o666) -> int:
 
 
 def _check_opened(
-    path: Path, status: os.stat_result, *, writes: bool, is_new: bool
+    path: Path,
+    status: os.stat_result,
+    *,
+    writes: bool,
+    is_new: bool,
 ) -> None:
     """Refuses an open file that is no file or has another name, or that another user
     has made since the first check.

@@ -55,7 +55,9 @@ class RunDirectory:
             self.path.mkdir(mode=0o700)
             refuse_foreign(self.path)
             self._lock: int | None = open_own(
-                self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600
+                self.path / _LOCK,
+                os.O_RDWR | os.O_CREAT | os.O_EXCL,
+                0o600,
             )
             _open.add(self)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -195,7 +197,9 @@ def _runs(root: Path) -> list[Path]:
 
 @contextmanager
 def _locked(
-    root: Path, operation: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT
+    root: Path,
+    operation: int = fcntl.LOCK_EX,
+    flags: int = os.O_RDWR | os.O_CREAT,
 ) -> Iterator[None]:
     file = open_own(root / _LOCK, flags, 0o644)
     try:

@@ -56,7 +56,8 @@ def check_config(config: BaseEmbeddingConfig) -> None:
 
 
 def missing_features(
-    features: Sequence[str], configs: Iterable[BaseEmbeddingConfig]
+    features: Sequence[str],
+    configs: Iterable[BaseEmbeddingConfig],
 ) -> str:
     """Describes the features of tables that a batch with ``features`` lacks.
 

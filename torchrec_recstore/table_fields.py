@@ -68,7 +68,11 @@ def encoded_score(score: float) -> int:
 
 
 def _eviction(eviction: LRU | LFU | Scored | None) -> dict[str, int]:
-    fields = {"eviction": _NO_EVICTION, "half_life": 0, "unscored": 0}
+    fields = {
+        "eviction": _NO_EVICTION,
+        "half_life": 0,
+        "unscored": 0,
+    }
     if isinstance(eviction, Scored):
         fields["eviction"] = _LEAST_SCORED
         fields["unscored"] = encoded_score(eviction.default)

@@ -83,7 +83,12 @@ class GivenCopies:
             witness = torch.empty(0, dtype=copy.dtype)
             view = witness.view(0)
             storage = (copy.clone() if copy.is_inference() else copy).untyped_storage()
-            view.set_(storage, copy.storage_offset(), copy.size(), copy.stride())
+            view.set_(
+                storage,
+                copy.storage_offset(),
+                copy.size(),
+                copy.stride(),
+            )
         given_copy = _GivenCopy(
             table=table,
             method=method,
@@ -227,7 +232,11 @@ class TableParameter(_Unwritable, nn.Parameter):
     """
 
     def __new__(
-        cls, data: Tensor, requires_grad: bool = True, *, table: str
+        cls,
+        data: Tensor,
+        requires_grad: bool = True,
+        *,
+        table: str,
     ) -> TableParameter:
         """Makes the parameter, as ``nn.Parameter.__new__`` does."""
         parameter = Tensor._make_subclass(cls, _plain(data), requires_grad)
@@ -240,7 +249,9 @@ class TableParameter(_Unwritable, nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
         copied = TableParameter(
-            _plain(self).detach().clone(), self.requires_grad, table=self.table
+            _plain(self).detach().clone(),
+            self.requires_grad,
+            table=self.table,
         )
         memo[id(self)] = copied
         return copied
@@ -286,7 +297,11 @@ def _guarded(result: Any, table: str) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _alias(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """Calls a function of ``_ALIASES``, and raises RuntimeError for any other function."""
     if func not in _ALIASES:
         guarded = next(_guarded_within([args, kwargs]))
@@ -303,7 +318,11 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _refuse(tensor: _Unwritable, method: str, effect: str = "change") -> NoReturn:
+def _refuse(
+    tensor: _Unwritable,
+    method: str,
+    effect: str = "change",
+) -> NoReturn:
     raise RuntimeError(
         f"table {tensor.table!r}: {method} would {effect} no row, because its weight is"
         f" an empty parameter and its rows are in RecStore: {_FIXES[effect]}"
@@ -322,7 +341,11 @@ def _guarded_within(value: Any) -> Iterator[_Unwritable]:
             yield from _guarded_within(item)
 
 
-def _writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _writes(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> bool:
     """Returns whether a torch function would change the rows of a guarded tensor."""
     if list(_guarded_within(kwargs.get("out"))):
         return True

@@ -21,7 +21,13 @@ from torchrec_recstore.installing import install
 from torchrec_recstore.plugins import is_installed, plugin
 
 _OURS = ("torchrec_recstore", "torchrec_recstore_service", "torchrec_recstore_serving")
-_NOT_THE_USERS = (*_OURS, "torchrec", "torch", "typing_extensions", "importlib")
+_NOT_THE_USERS = (
+    *_OURS,
+    "torchrec",
+    "torch",
+    "typing_extensions",
+    "importlib",
+)
 _TORCHREC = ("torchrec", "fbgemm_gpu")
 _of_this_process: weakref.WeakSet[object] = weakref.WeakSet()
 

@@ -107,7 +107,12 @@ def apply_delta(
                 " load_checkpoint"
             )
         warm = WarmStart()
-        sources = find_sources(recstore_tables(model), warm, info, strict=strict)
+        sources = find_sources(
+            recstore_tables(model),
+            warm,
+            info,
+            strict=strict,
+        )
         check_sources([info], sources, warm, hints=False)
         for source in sources:
             _check_table(source, info, strict=strict)
@@ -311,7 +316,11 @@ def _removed_ids(
     return base_ids[~among(base_ids, torch.cat(listed).sort().values)]
 
 
-def _ids_of(name: str, shard: LocalShard, chain: Sequence[CheckpointInfo]) -> Tensor:
+def _ids_of(
+    name: str,
+    shard: LocalShard,
+    chain: Sequence[CheckpointInfo],
+) -> Tensor:
     """Returns the ids of a shard in a chain of checkpoints: (N,) int64, ascending."""
     ids = torch.empty(0, dtype=torch.int64)
     columns = range(1)  # All columns have the same ids.

@@ -29,7 +29,12 @@ from torchrec_recstore.store.parts import STAMPS
 from torchrec_recstore.store.table_state import Sightings, no_sightings
 
 _FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
 
 
 @dataclass

@@ -228,7 +228,11 @@ def _metadata(path: Path) -> _Metadata | None:
         if delta_of is not None:
             base_path = os.path.realpath(path.parent / delta_of["path"])
             base = (base_path, str(delta_of["checksum"]))
-        return _Metadata(str(document["checksum"]), frozenset(document["files"]), base)
+        return _Metadata(
+            str(document["checksum"]),
+            frozenset(document["files"]),
+            base,
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

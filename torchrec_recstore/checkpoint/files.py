@@ -340,7 +340,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
 
 
 def file_info(
-    path: Path, on_bytes: Callable[[int], object] = lambda count: None
+    path: Path,
+    on_bytes: Callable[[int], object] = lambda count: None,
 ) -> FileInfo:
     """Reads a file, and returns its size and checksum.
 

@@ -262,7 +262,12 @@ class _Run:
 class _Removal:
     """The ids that a delta removes from the older checkpoints of its chain."""
 
-    def __init__(self, info: CheckpointInfo, level: int, table: TableInfo) -> None:
+    def __init__(
+        self,
+        info: CheckpointInfo,
+        level: int,
+        table: TableInfo,
+    ) -> None:
         self.level = level
         self._lists_those_that_stay = table.removal == "stay"
         self._listed: list[tuple[PartInfo, Tensor]] = []

@@ -180,7 +180,11 @@ class CheckpointInfo:
         return Path(os.path.normpath(self.path.parent / self.delta_of.path))
 
 
-def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
+def write_metadata(
+    directory: Path,
+    info: CheckpointInfo,
+    training_state: Any,
+) -> str:
     """Writes and syncs ``metadata.json``, and returns its checksum.
 
     ``training_state`` is a state that :func:`encode` has returned.
@@ -353,7 +357,11 @@ def read_chain(path: str | Path) -> list[CheckpointInfo]:
 def _table(name: str, entry: dict[str, Any]) -> TableInfo:
     label = f"table {name!r}"
     check_fields(label, entry, TableInfo)
-    options = _of_type(TableOptions, f"the options of {label}", entry["options"])
+    options = _of_type(
+        TableOptions,
+        f"the options of {label}",
+        entry["options"],
+    )
     if options.cold_store is not None:
         # A table with these options would open files at the path of the cold store, and
         # delete old ones.
@@ -361,7 +369,11 @@ def _table(name: str, entry: dict[str, Any]) -> TableInfo:
             f"the options of {label} name the cold store {options.cold_store!r}, which"
             " checkpoints never have: the file was not written by this package"
         )
-    optimizer = _of_type(Optimizer, f"the optimizer of {label}", entry["optimizer"])
+    optimizer = _of_type(
+        Optimizer,
+        f"the optimizer of {label}",
+        entry["optimizer"],
+    )
     times = None
     if entry["times"] is not None:
         times = _integers(f"the times of {label}", entry["times"])
@@ -392,7 +404,11 @@ def _of_type(kind: type[_Entry], label: str, encoded: Any) -> _Entry:
 
 def _part(table: str, entry: dict[str, Any]) -> PartInfo:
     columns = _columns(table, entry["columns"])
-    return _entry(f"a part of {table}", PartInfo, {**entry, "columns": columns})
+    return _entry(
+        f"a part of {table}",
+        PartInfo,
+        {**entry, "columns": columns},
+    )
 
 
 def _entry(label: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
@@ -473,7 +489,12 @@ def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> Non
     _check_columns(table_name, table)
     first_columns = table.columns[0]
     _check_parts(table_name, table.parts, table.columns, info.world_size)
-    _check_parts(table_name, table.removed, [first_columns], info.world_size)
+    _check_parts(
+        table_name,
+        table.removed,
+        [first_columns],
+        info.world_size,
+    )
     _check_blocks(table_name, table)
     rows = 0
     for part in table.parts:

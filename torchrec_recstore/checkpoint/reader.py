@@ -286,7 +286,13 @@ def load_rows(
             continue  # The table was added after this checkpoint was saved.
         _remove_rows(table, info.tables[name], info)
         saved_options = info.tables[name].options
-        parts = _parts_of(info, name, columns, owned, states=without_state is None)
+        parts = _parts_of(
+            info,
+            name,
+            columns,
+            owned,
+            states=without_state is None,
+        )
         for count, part in _one_ahead(parts):
             if part is not None:
                 part = part.with_frequencies_of(saved_options, table.options)

@@ -168,7 +168,8 @@ def _check_order(checkpoints: Sequence[_Checkpoint], count: int) -> None:
 
 
 def _with_bases(
-    kept: Sequence[_Checkpoint], checkpoints: Sequence[_Checkpoint]
+    kept: Sequence[_Checkpoint],
+    checkpoints: Sequence[_Checkpoint],
 ) -> set[Path]:
     """Returns the paths of checkpoints and of all that they need, without links."""
     info_of = {checkpoint.info.path: checkpoint.info for checkpoint in checkpoints}

@@ -210,7 +210,14 @@ def nearest(
     The id ``but`` is left out. See :func:`neighbours`.
     """
     _check_arguments("metric", metric, Metric, count)
-    return _nearest(_OfTable(table), row, but, metric, count, lambda rows: None)
+    return _nearest(
+        _OfTable(table),
+        row,
+        but,
+        metric,
+        count,
+        lambda rows: None,
+    )
 
 
 def _check_arguments(name: str, value: str, literal: Any, count: int) -> None:

@@ -243,7 +243,10 @@ class _Save:
         # Where rows are kept, and whether this model trains them, are no properties of
         # the rows.
         options = replace(
-            table.state.options, cold_store=None, frozen=False, device_rows=None
+            table.state.options,
+            cold_store=None,
+            frozen=False,
+            device_rows=None,
         )
         self._shards[table.name] = []
         for number, shard in enumerate(table.shards):

@@ -503,7 +503,11 @@ def _checked_states(
     return state
 
 
-def _check_keys(label: str, keys: Iterable[str], expected: Iterable[str]) -> None:
+def _check_keys(
+    label: str,
+    keys: Iterable[str],
+    expected: Iterable[str],
+) -> None:
     missing = sorted(set(expected) - set(keys))
     unknown = sorted(set(keys) - set(expected))
     if missing:

@@ -77,7 +77,13 @@ class PartWriter:
     A thread, of low priority if ``polite``, writes one while the next is prepared.
     """
 
-    def __init__(self, directory: Path, rank: int, *, polite: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        *,
+        polite: bool = False,
+    ) -> None:
         # The number of rows that are not finite, by the name of the table and the first
         # column of the shard. Tables without such rows are left out.
         self.nonfinite: Counter[tuple[str, int]] = Counter()
@@ -152,7 +158,12 @@ class PartWriter:
 
         Its ids ascend, and it must not change before :meth:`close`.
         """
-        return self._ids_file(name, part.columns, f"{number:05d}", part.tensors())
+        return self._ids_file(
+            name,
+            part.columns,
+            f"{number:05d}",
+            part.tensors(),
+        )
 
     def _ids_file(
         self,

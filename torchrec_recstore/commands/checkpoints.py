@@ -173,7 +173,12 @@ def _print_run(
         for run in cold_stores:
             directory = str(run.path.relative_to(path))
             rows.append(
-                [directory, run.shard, run.owner or "ended", decimal(run.bytes)]
+                [
+                    directory,
+                    run.shard,
+                    run.owner or "ended",
+                    decimal(run.bytes),
+                ]
             )
         print_table(["cold store", "shard", "process", "bytes"], rows)
     command = removal(cold_stores)
@@ -190,7 +195,10 @@ def _summary_as_json(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def _inspect_served_file(
-    path: Path, verify: bool, key: Path | None, as_json: bool
+    path: Path,
+    verify: bool,
+    key: Path | None,
+    as_json: bool,
 ) -> None:
     with errors_in_one_line(), missing_in_one_line():
         serving = plugin("serving")
@@ -230,7 +238,10 @@ def _print_served(contents: dict[str, Any], key: Path | None) -> None:
 
 
 def _inspect_publications(
-    path: Path, verify: bool, key: Path | None, as_json: bool
+    path: Path,
+    verify: bool,
+    key: Path | None,
+    as_json: bool,
 ) -> None:
     with errors_in_one_line(), missing_in_one_line():
         serving = plugin("serving")
@@ -279,7 +290,9 @@ def sign(
     key: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="File with the secret key.", show_default=False
+            metavar="FILE",
+            help="File with the secret key.",
+            show_default=False,
         ),
     ],
 ) -> None:
@@ -468,7 +481,11 @@ def _difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
             key: change if math.isfinite(change) else None
             for key, change in table.largest.items()
         }
-        return {**asdict(table), "largest": largest, "facts": facts}
+        return {
+            **asdict(table),
+            "largest": largest,
+            "facts": facts,
+        }
 
     return {
         "equal": difference.equal,

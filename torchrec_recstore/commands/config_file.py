@@ -76,7 +76,11 @@ def _content(path: Path) -> dict[str, Any]:
         raise _refusal(f"{path} is no TOML file: {error}") from error
 
 
-def _unknown(key: str, options: dict[str, Any], context: typer.Context) -> str:
+def _unknown(
+    key: str,
+    options: dict[str, Any],
+    context: typer.Context,
+) -> str:
     """Says that a command has no such flag, and which one is nearest."""
     text = f"{context.command_path} has no flag --{key}"
     nearest = difflib.get_close_matches(key.replace("_", "-"), options, 1)

@@ -13,7 +13,11 @@ from torchrec_recstore.commands.output import AsJson, print_json, print_line, st
 from torchrec_recstore.doctor import examine
 from torchrec_recstore.doctor.machine import Finding
 
-_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_STYLES = {
+    "ok": "green",
+    "warning": "yellow",
+    "problem": "bold red",
+}
 _WIDTH = 28  # of the columns status and name
 
 
@@ -63,7 +67,13 @@ def doctor(
         rows = [
             {"section": section, **asdict(finding)} for section, finding in findings
         ]
-        print_json({"problems": problems, "warnings": warnings, "findings": rows})
+        print_json(
+            {
+                "problems": problems,
+                "warnings": warnings,
+                "findings": rows,
+            }
+        )
     else:
         print_line(
             f"{_count_of(problems, 'problem')}, {_count_of(warnings, 'warning')}"
@@ -77,7 +87,9 @@ def _count_of(number: int, noun: str) -> str:
 
 def _print(finding: Finding) -> None:
     head = Text.assemble(
-        "  ", (f"{finding.status:<8}", _STYLES[finding.status]), f"{finding.name:<18}"
+        "  ",
+        (f"{finding.status:<8}", _STYLES[finding.status]),
+        f"{finding.name:<18}",
     )
     lines = Text(finding.found)
     if finding.fix:

@@ -109,7 +109,9 @@ def table_of(columns: Sequence[str]) -> Table:
     for column in columns:
         is_text = _TEXTS.fullmatch(column)
         table.add_column(
-            column, justify="left" if is_text else "right", overflow="fold"
+            column,
+            justify="left" if is_text else "right",
+            overflow="fold",
         )
     return table
 

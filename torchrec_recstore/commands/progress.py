@@ -60,7 +60,9 @@ def rate(per_second: float, unit: Unit) -> str:
 
 @contextmanager
 def progress(
-    description: str, total: int, unit: Unit = "rows"
+    description: str,
+    total: int,
+    unit: Unit = "rows",
 ) -> Iterator[Callable[[int], object]]:
     """Shows a bar with the rate and the remaining time while the body runs.
 

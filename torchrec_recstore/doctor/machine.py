@@ -132,10 +132,18 @@ def open_files(machine: Machine) -> Finding:
         " clients need more"
     )
     if hard == UNLIMITED or hard >= _GOOD:
-        return Finding("open files", "warning", description, f"ulimit -n {_GOOD}")
+        return Finding(
+            "open files",
+            "warning",
+            description,
+            f"ulimit -n {_GOOD}",
+        )
     fix = f"sudo prlimit --pid $$ --nofile={_GOOD}"
     return Finding(
-        "open files", "warning", f"{description}; the hard limit is {hard}", fix
+        "open files",
+        "warning",
+        f"{description}; the hard limit is {hard}",
+        fix,
     )
 
 
@@ -146,11 +154,17 @@ def disk(folder: Path) -> Finding:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return Finding(
-            "disk", "problem", f"{folder}: {error.strerror}", f"mkdir -p {folder}"
+            "disk",
+            "problem",
+            f"{folder}: {error.strerror}",
+            f"mkdir -p {folder}",
         )
     if not folder.is_dir():
         return Finding(
-            "disk", "problem", f"{path} is not a folder", "name a folder: --data DIR"
+            "disk",
+            "problem",
+            f"{path} is not a folder",
+            "name a folder: --data DIR",
         )
     if not os.access(folder, os.W_OK):
         return Finding(
@@ -251,7 +265,9 @@ def control_group(machine: Machine) -> Finding:
                 limits[file] = limit
     if not limits:
         return Finding(
-            "memory limit", "ok", "no control group limits the memory of this process"
+            "memory limit",
+            "ok",
+            "no control group limits the memory of this process",
         )
     tightest = min(limits, key=lambda file: limits[file])
     limit = limits[tightest]
@@ -267,7 +283,9 @@ def overcommit(machine: Machine) -> Finding:
     mode = machine.number("proc/sys/vm/overcommit_memory")
     if mode is None:
         return Finding(
-            "overcommit", "warning", "/proc/sys/vm/overcommit_memory cannot be read"
+            "overcommit",
+            "warning",
+            "/proc/sys/vm/overcommit_memory cannot be read",
         )
     if mode != 2:
         return Finding("overcommit", "ok", f"vm.overcommit_memory = {mode}")
@@ -300,7 +318,11 @@ def huge_pages(machine: Machine) -> Finding:
         )
     chosen = text[text.find("[") + 1 : text.find("]")]
     if chosen in ("always", "madvise"):
-        return Finding("huge pages", "ok", f"transparent_hugepage/enabled: {chosen}")
+        return Finding(
+            "huge pages",
+            "ok",
+            f"transparent_hugepage/enabled: {chosen}",
+        )
     description = (
         f"transparent_hugepage/enabled: {chosen}: rows use small pages, and lookups are"
         " slower"
@@ -345,7 +367,10 @@ def instruction_set(machine: Machine, facts: Mapping[str, str]) -> Finding:
         forced = machine.environ.get("RECSTORE_ISA")
         if forced is None:
             return Finding(
-                "processor", "warning", description, "reinstall torchrec-recstore"
+                "processor",
+                "warning",
+                description,
+                "reinstall torchrec-recstore",
             )
         description = f"{description}; RECSTORE_ISA={forced} is set"
         return Finding("processor", "warning", description, "unset RECSTORE_ISA")

@@ -82,7 +82,9 @@ class Imported:
 
 
 def probe(
-    modules: Sequence[str], python: str = sys.executable, timeout_s: float = _TIMEOUT_S
+    modules: Sequence[str],
+    python: str = sys.executable,
+    timeout_s: float = _TIMEOUT_S,
 ) -> dict[str, Imported]:
     """Imports modules in separate processes, so that imports that crash or never return
     are reported too.
@@ -98,7 +100,9 @@ def probe(
             if line.startswith('{"module"'):
                 report = json.loads(line)
                 results[report["module"]] = Imported(
-                    report["error"], report["missing"], report["facts"]
+                    report["error"],
+                    report["missing"],
+                    report["facts"],
                 )
         unreported = [name for name in remaining if name not in results]
         if unreported:
@@ -108,7 +112,9 @@ def probe(
 
 
 def _output_of_imports(
-    modules: Sequence[str], python: str, timeout_s: float
+    modules: Sequence[str],
+    python: str,
+    timeout_s: float,
 ) -> tuple[str, str]:
     """Imports modules in a process, and returns what it has printed, and how it ended
     if it did not import all of them.
@@ -140,15 +146,23 @@ def installed(name: str) -> str | None:
 
 
 def packages(
-    imported: Mapping[str, Imported], versions: Versions = installed
+    imported: Mapping[str, Imported],
+    versions: Versions = installed,
 ) -> Iterator[Finding]:
     """Checks each package, from the result of importing each of :data:`MODULES`."""
     yield python(sys.version_info[:3], sys.executable)
     yield torch(imported["torch"], versions)
-    yield extension(imported["torchrec_recstore.ops"], imported["torch"], versions)
+    yield extension(
+        imported["torchrec_recstore.ops"],
+        imported["torch"],
+        versions,
+    )
     yield fbgemm(imported["fbgemm_gpu"], imported["torch"], versions)
     yield torchrec(
-        imported["torchrec"], imported["fbgemm_gpu"], imported["torch"], versions
+        imported["torchrec"],
+        imported["fbgemm_gpu"],
+        imported["torch"],
+        versions,
     )
     yield dependency("torchmetrics", "torchrec", versions)
     yield dependency("tensordict", "torchrec", versions)
@@ -186,7 +200,11 @@ def _torch_version(imported: Imported, versions: Versions) -> str | None:
     return imported.facts.get("version") or versions("torch")
 
 
-def extension(imported: Imported, of_torch: Imported, versions: Versions) -> Finding:
+def extension(
+    imported: Imported,
+    of_torch: Imported,
+    versions: Versions,
+) -> Finding:
     """The native extension of torchrec_recstore can be loaded."""
     name = "torchrec_recstore"
     number = versions("torchrec-recstore") or "not installed, found on the path"
@@ -201,7 +219,11 @@ def extension(imported: Imported, of_torch: Imported, versions: Versions) -> Fin
     return Finding(name, "ok", f"{number}, native extension loads")
 
 
-def fbgemm(imported: Imported, of_torch: Imported, versions: Versions) -> Finding:
+def fbgemm(
+    imported: Imported,
+    of_torch: Imported,
+    versions: Versions,
+) -> Finding:
     """FBGEMM, whose kernels TorchRec uses, is installed once and built for this torch."""
     installed_numbers = {}
     for name in ("fbgemm-gpu-cpu", "fbgemm-gpu"):
@@ -288,7 +310,10 @@ def _no_fbgemm(
 
 
 def torchrec(
-    imported: Imported, of_fbgemm: Imported, of_torch: Imported, versions: Versions
+    imported: Imported,
+    of_fbgemm: Imported,
+    of_torch: Imported,
+    versions: Versions,
 ) -> Finding:
     """TorchRec is installed in the version that was tested with this torch."""
     number = versions("torchrec")
@@ -336,7 +361,12 @@ def optional_packages(versions: Versions = installed) -> Iterator[Finding]:
     except PackageNotFoundError:
         return  # a checkout that is not installed has no metadata of extras
     for extra, use in EXTRAS.items():
-        yield extra_packages(extra, use, bounds_of_extra(extra, _requires), versions)
+        yield extra_packages(
+            extra,
+            use,
+            bounds_of_extra(extra, _requires),
+            versions,
+        )
 
 
 def _requires(distribution: str) -> list[str] | None:
@@ -347,7 +377,8 @@ def _requires(distribution: str) -> list[str] | None:
 
 
 def bounds_of_extra(
-    extra: str, requires_of: Callable[[str], list[str] | None]
+    extra: str,
+    requires_of: Callable[[str], list[str] | None],
 ) -> dict[str, str]:
     """Returns the distributions of an extra with their version specifiers, and what
     those of ours among them need.
@@ -381,7 +412,10 @@ def requirements_of(extra: str, lines: list[str]) -> dict[str, str]:
 
 
 def extra_packages(
-    extra: str, use: str, bounds: dict[str, str], versions: Versions
+    extra: str,
+    use: str,
+    bounds: dict[str, str],
+    versions: Versions,
 ) -> Finding:
     """The packages of an extra are installed in versions that fit."""
     numbers = {name: versions(name) for name in bounds}
@@ -398,7 +432,12 @@ def extra_packages(
     ]
     if misfits:
         description = f"{use}: {'; '.join(misfits)}"
-        return Finding(title, "warning", description, f"{fix} --upgrade")
+        return Finding(
+            title,
+            "warning",
+            description,
+            f"{fix} --upgrade",
+        )
     installed_packages = ", ".join(
         f"{name} {number}" for name, number in numbers.items()
     )

@@ -67,7 +67,10 @@ class DropIn(TableModule):
         )
         _check_shape(num_embeddings, embedding_dim, max_norm, weight)
         super().__init__(
-            table_arguments, LearningRate(optimizer.lr), fused=fused, device=device
+            table_arguments,
+            LearningRate(optimizer.lr),
+            fused=fused,
+            device=device,
         )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -109,11 +112,17 @@ class DropIn(TableModule):
         if self.scale_grad_by_freq:
             to = to._replace(dtype=torch.float32)  # the gradients are divided
         (rows,) = self._table_groups.rows(
-            [self], ids, [len(ids)], train=self._trains, to=_unless_cpu(to)
+            [self],
+            ids,
+            [len(ids)],
+            train=self._trains,
+            to=_unless_cpu(to),
         )
         if self.scale_grad_by_freq and rows.requires_grad:
             _, numbers, counts = torch.unique(
-                ids, return_inverse=True, return_counts=True
+                ids,
+                return_inverse=True,
+                return_counts=True,
             )
             times = counts[numbers].to(rows.device)
             rows = _ScaledGradient.apply(rows, times)  # type: ignore[no-untyped-call]
@@ -711,7 +720,11 @@ def _weights_on_host(weights: Tensor, ids: Tensor) -> Tensor:
     return weights_to_host(weights.float())
 
 
-def _bounds(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
+def _bounds(
+    ids: Tensor,
+    offsets: Tensor | None,
+    include_last_offset: bool,
+) -> Tensor:
     """Returns the positions where the bags begin and where the last bag ends, (B + 1,)
     int64, on the CPU.
     """

@@ -53,7 +53,10 @@ class EagerCollection(RefusesQuantization, nn.Module):
     """TorchRec's name of the attribute that has the tables."""
 
     def _register(
-        self, configs: Sequence[_Config], enable_fusion: bool, fusion_k: int
+        self,
+        configs: Sequence[_Config],
+        enable_fusion: bool,
+        fusion_k: int,
     ) -> None:
         if not isinstance(enable_fusion, bool):
             raise TypeError(
@@ -100,7 +103,10 @@ class EagerCollection(RefusesQuantization, nn.Module):
             arguments = _table_arguments(config, optimizer, table_options, state_dtype)
             if client is None:
                 modules[config.name] = TableModule(
-                    arguments, rate, fused=fused, device=device
+                    arguments,
+                    rate,
+                    fused=fused,
+                    device=device,
                 )
             else:
                 remote_table = client.table(
@@ -113,7 +119,9 @@ class EagerCollection(RefusesQuantization, nn.Module):
                     staleness,
                 )
                 modules[config.name] = RemoteTableModule(
-                    remote_table, rate, frozen=arguments["options"].frozen
+                    remote_table,
+                    rate,
+                    frozen=arguments["options"].frozen,
                 )
         self._has_device_rows = any(
             module.has_device_rows for module in modules.values()

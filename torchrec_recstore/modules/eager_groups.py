@@ -105,7 +105,13 @@ class EagerGroups:
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_the_graph(  # type: ignore[no-any-return]
-                self.bags, tables, feature_tables, pooling, bags, train=train, to=to
+                self.bags,
+                tables,
+                feature_tables,
+                pooling,
+                bags,
+                train=train,
+                to=to,
             )
         trains_rows = train and torch.is_grad_enabled()
         if trains_rows:
@@ -125,7 +131,12 @@ class EagerGroups:
         features = [tables[number] for number in feature_tables]
         collect = partial(_collect_bags, features, pooling)
         return _Collect.apply(  # type: ignore[no-any-return, no-untyped-call]
-            self._anchor, out, collect, bags.ids, bags.offsets, bags.weights
+            self._anchor,
+            out,
+            collect,
+            bags.ids,
+            bags.offsets,
+            bags.weights,
         )
 
     def rows(
@@ -145,7 +156,12 @@ class EagerGroups:
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_the_graph(  # type: ignore[no-any-return]
-                self.rows, tables, ids, counts, train=train, to=to
+                self.rows,
+                tables,
+                ids,
+                counts,
+                train=train,
+                to=to,
             )
         trains_rows = train and torch.is_grad_enabled()
         if trains_rows:
@@ -198,7 +214,12 @@ class EagerGroups:
         pooling: Pooling,
         to: CopyTarget | None,
     ) -> PooledGroup:
-        key = (tables[0].fused, pooling, *feature_tables, *map(id, tables))
+        key = (
+            tables[0].fused,
+            pooling,
+            *feature_tables,
+            *map(id, tables),
+        )
         make_group: Callable[..., PooledGroup]
         if isinstance(tables[0], RemoteTableModule):
             make_group = tables[0].client.pooled_group
@@ -214,7 +235,9 @@ class EagerGroups:
         )
 
     def _sequence_group(
-        self, tables: Sequence[EagerTable], to: CopyTarget | None
+        self,
+        tables: Sequence[EagerTable],
+        to: CopyTarget | None,
     ) -> SequenceGroup:
         make_group: Callable[[list[Any]], SequenceGroup] = SequenceGroup
         if isinstance(tables[0], RemoteTableModule):
@@ -275,7 +298,8 @@ class EagerGroups:
 
 
 def _target(
-    group: PooledGroup | SequenceGroup, to: CopyTarget | None
+    group: PooledGroup | SequenceGroup,
+    to: CopyTarget | None,
 ) -> CopyTarget | None:
     """Returns ``to`` if the group has rows on this device, None if it has none."""
     if to is None or group.device_rows is None:
@@ -288,7 +312,10 @@ def _target(
 # Python.
 @torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
 def _outside_the_graph(
-    look_up: Callable[..., Any], *args: Any, train: bool, to: CopyTarget | None
+    look_up: Callable[..., Any],
+    *args: Any,
+    train: bool,
+    to: CopyTarget | None,
 ) -> Any:
     return look_up(*args, train=train, to=to)
 
@@ -369,7 +396,10 @@ def _collect_bags(
 
 
 def _collect_rows(
-    tables: Sequence[EagerTable], counts: Sequence[int], grad: Tensor, ids: Tensor
+    tables: Sequence[EagerTable],
+    counts: Sequence[int],
+    grad: Tensor,
+    ids: Tensor,
 ) -> None:
     # The backward of slicing made this gradient, so that no other code holds it, and
     # tables may keep its parts.
@@ -385,7 +415,8 @@ def _collect_rows(
 
 
 def _parts(
-    features: Sequence[EagerTable], offsets: Tensor
+    features: Sequence[EagerTable],
+    offsets: Tensor,
 ) -> Iterator[tuple[EagerTable, int, int]]:
     """Yields each feature's table, and where the feature's ids begin and end."""
     bags = (len(offsets) - 1) // len(features)

@@ -118,14 +118,23 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
     ) -> None:
         super().__init__()
         configs = given_configs(
-            embedding_bag_configs, tables, "embedding_bag_configs", EmbeddingBagConfig
+            embedding_bag_configs,
+            tables,
+            "embedding_bag_configs",
+            EmbeddingBagConfig,
         )
         self._is_weighted = is_weighted
         self._poolings = [_pooling(config) for config in configs]
         self._register(configs, enable_fusion, fusion_k)
         optimizer = optimizer_of(optimizer, lr)
         self.embedding_bags = self._tables(
-            optimizer, options, fused, device, state_dtype, client, staleness
+            optimizer,
+            options,
+            fused,
+            device,
+            state_dtype,
+            client,
+            staleness,
         )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -149,7 +158,9 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
                 :class:`torchrec_recstore.kernels.PooledGroup`.
         """
         batch = Features(
-            maybe_td_to_kjt(features, None), self._is_weighted, self._configs
+            maybe_td_to_kjt(features, None),
+            self._is_weighted,
+            self._configs,
         )
         inverse = batch.on_host.inverse_indices_or_none()
         rows_of_tables: dict[int, list[Tensor]] = {}
@@ -212,7 +223,9 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         is done.
         """
         batch = Features(
-            maybe_td_to_kjt(features, None), self._is_weighted, self._configs
+            maybe_td_to_kjt(features, None),
+            self._is_weighted,
+            self._configs,
         )
         for numbers, trains in self._groups(self._poolings):
             if trains:
@@ -345,7 +358,10 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
     ) -> None:
         super().__init__()
         configs = given_configs(
-            embedding_configs, tables, "embedding_configs", EmbeddingConfig
+            embedding_configs,
+            tables,
+            "embedding_configs",
+            EmbeddingConfig,
         )
         self._embedding_dim: int = configs[0].embedding_dim
         for config in configs:
@@ -359,7 +375,13 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         self._register(configs, enable_fusion, fusion_k)
         optimizer = optimizer_of(optimizer, lr)
         self.embeddings = self._tables(
-            optimizer, options, fused, device, state_dtype, client, staleness
+            optimizer,
+            options,
+            fused,
+            device,
+            state_dtype,
+            client,
+            staleness,
         )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -385,7 +407,11 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         for numbers, trains in self._groups([None] * len(self._configs)):
             tables, ids, counts = self._lookup_of(batch, numbers)
             rows = self._table_groups.rows(
-                tables, ids, counts, train=trains, to=batch.target
+                tables,
+                ids,
+                counts,
+                train=trains,
+                to=batch.target,
             )
             rows_of_tables.update(zip(numbers, rows, strict=True))
         if batch.target is not None:
@@ -420,7 +446,9 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
                 self._table_groups.prefetch_rows(tables, ids, counts, to=batch.target)
 
     def _lookup_of(
-        self, batch: Features, numbers: Sequence[int]
+        self,
+        batch: Features,
+        numbers: Sequence[int],
     ) -> tuple[list[EagerTable], Tensor, list[int]]:
         """Returns the tables with these numbers, the ids of a batch for them, table by
         table, and the number of ids of each table.
@@ -457,7 +485,8 @@ def _at_target(rows: Tensor, target: CopyTarget | None) -> Tensor:
 
 
 def _copied_together(
-    rows_of_tables: Mapping[int, Tensor], target: CopyTarget
+    rows_of_tables: Mapping[int, Tensor],
+    target: CopyTarget,
 ) -> dict[int, Tensor]:
     """Returns the rows of tables, (n, dim) each, on a device. Those that are on the CPU
     are copied there, in one copy.

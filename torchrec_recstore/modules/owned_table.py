@@ -170,7 +170,9 @@ def _fill(table: Table, state: Mapping[str, Tensor]) -> None:
 
 
 def _copy(
-    source: Table, target: Table, converted: Callable[[Part], Part] = lambda part: part
+    source: Table,
+    target: Table,
+    converted: Callable[[Part], Part] = lambda part: part,
 ) -> None:
     target.set_state(source.state())
     if source.tier.shared:
@@ -216,7 +218,12 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _checked_column(
-    table: Table, key: str, value: Tensor, shape: tuple[int, ...], *, is_float: bool
+    table: Table,
+    key: str,
+    value: Tensor,
+    shape: tuple[int, ...],
+    *,
+    is_float: bool,
 ) -> Tensor:
     """Returns one value for each row, in the dtype in which the table takes it."""
     if tuple(value.shape) != shape:

@@ -233,7 +233,9 @@ class TableModule(RefusesQuantization, nn.Module):
         return bool(self._arguments["options"].device_rows)
 
     def _parameter(
-        self, device: torch.device | str, requires_grad: bool = True
+        self,
+        device: torch.device | str,
+        requires_grad: bool = True,
     ) -> TableParameter:
         requires_grad = requires_grad and not self.is_frozen
         no_rows = torch.empty(
@@ -245,7 +247,9 @@ class TableModule(RefusesQuantization, nn.Module):
         return TableParameter(no_rows, requires_grad, table=self._arguments["name"])
 
     def _apply(
-        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+        self,
+        fn: Callable[[Tensor], Tensor],
+        recurse: bool = True,
     ) -> TableModule:
         weight = self.weight
         with torch.no_grad():
@@ -266,13 +270,18 @@ class TableModule(RefusesQuantization, nn.Module):
         return self
 
     def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+        self,
+        destination: dict[str, Any],
+        prefix: str,
+        keep_vars: bool,
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._owned is not None and self.emits_rows:
             for key, value in table_state(self._owned.table).items():
                 destination[prefix + key] = self._copies.give(
-                    self._arguments["name"], "state_dict", value
+                    self._arguments["name"],
+                    "state_dict",
+                    value,
                 )
 
     def _load_from_state_dict(
@@ -325,7 +334,9 @@ class TableModule(RefusesQuantization, nn.Module):
             error_msgs.append(f"While loading the rows of {prefix}weight: {error}.")
 
     def _state_of_table(
-        self, state_dict: Mapping[str, Any], prefix: str
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
     ) -> tuple[dict[str, Any], list[str]]:
         """Returns the table's entries of ``state_dict``, and the missing names."""
         keys = ["weight"] if self._owned is None else state_keys(self._owned.table)
@@ -382,7 +393,11 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
     """The rows of servers are not in the memory of a device."""
 
     def __init__(
-        self, table: RemoteTable, learning_rate: LearningRate, *, frozen: bool = False
+        self,
+        table: RemoteTable,
+        learning_rate: LearningRate,
+        *,
+        frozen: bool = False,
     ) -> None:
         super().__init__()
         self.table = table
@@ -443,7 +458,9 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
         )
 
     def _apply(
-        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+        self,
+        fn: Callable[[Tensor], Tensor],
+        recurse: bool = True,
     ) -> RemoteTableModule:
         with torch.no_grad():
             probe = fn(torch.empty(1))
@@ -455,12 +472,18 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
         return self
 
     def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+        self,
+        destination: dict[str, Any],
+        prefix: str,
+        keep_vars: bool,
     ) -> None:
         warn_of_rows_on_servers()
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        *arguments: Any,
     ) -> None:
         if f"{prefix}weight" in state_dict:
             error_msgs: list[str] = arguments[-1]

@@ -75,7 +75,11 @@ def chosen_device_rows(
     candidates = []
     for option in plan:
         candidate = _candidate(
-            option, topology.world_size, constraints, statistics, sharders
+            option,
+            topology.world_size,
+            constraints,
+            statistics,
+            sharders,
         )
         if candidate is not None:
             candidates.append(candidate)

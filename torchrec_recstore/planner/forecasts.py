@@ -271,7 +271,11 @@ class _Job:
 
     def rows(self, name: str, statistics: TableStatistics) -> int:
         """Returns the number of rows of a table over all ranks."""
-        return planned_rows(self._constraints[name].options, VIRTUAL_ROWS, statistics)
+        return planned_rows(
+            self._constraints[name].options,
+            VIRTUAL_ROWS,
+            statistics,
+        )
 
     def planned(
         self,

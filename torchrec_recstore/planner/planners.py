@@ -665,7 +665,11 @@ def assumed(
     return lines
 
 
-def _source(options: TableOptions, rows: int, measured: TableStatistics | None) -> str:
+def _source(
+    options: TableOptions,
+    rows: int,
+    measured: TableStatistics | None,
+) -> str:
     """Returns the option that the number of resident rows comes from."""
     if measured is not None and rows == measured.rows:
         return "measured"

@@ -149,7 +149,10 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
         num_embeddings = option.tensor.shape[0]
         measured = self._statistics.get(option.name)
         options = planned_options(
-            constraints_of(self), option.name, num_embeddings, measured
+            constraints_of(self),
+            option.name,
+            num_embeddings,
+            measured,
         )
         if options.frozen or not option.tensor.requires_grad:
             optimizer = without_state(optimizer)
@@ -184,7 +187,9 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
 
 
 def device_rows_of_shard(
-    options: TableOptions, option: ShardingOption, shard: Shard
+    options: TableOptions,
+    option: ShardingOption,
+    shard: Shard,
 ) -> int:
     """Returns the number of ``device_rows`` of a shard."""
     rows = device_rows_of(options) * shard.size[0]
@@ -198,7 +203,11 @@ def device_slot_bytes(device_rows: int, rows: int) -> int:
     return _DEVICE_SLOT_BYTES * device_rows + _DEVICE_NUMBER_BYTES * rows
 
 
-def device_row_bytes(option: ShardingOption, columns: int, optimizer: Optimizer) -> int:
+def device_row_bytes(
+    option: ShardingOption,
+    columns: int,
+    optimizer: Optimizer,
+) -> int:
     """Returns the bytes of a row of a shard in the memory of the device.
 
     Each row has the weights and the states of the optimizer, padded to 16 bytes.
@@ -337,7 +346,13 @@ def _traffic(context: ShardPerfContext) -> list[RankTraffic]:
         weighted=context.is_weighted,
         element_bytes=element_bytes,
     )
-    return rank_traffic([table], 0, context.world_size, 1, context.local_world_size)
+    return rank_traffic(
+        [table],
+        0,
+        context.world_size,
+        1,
+        context.local_world_size,
+    )
 
 
 def lookup_type(

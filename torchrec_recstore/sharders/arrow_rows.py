@@ -31,7 +31,12 @@ from torchrec_recstore.store.table import PART_ROWS
 ModelRows = ModelTable | EagerModelTable
 
 
-def table_rows(model: nn.Module, name: str, *, ids: Tensor | None = None) -> Any:
+def table_rows(
+    model: nn.Module,
+    name: str,
+    *,
+    ids: Tensor | None = None,
+) -> Any:
     """Returns the rows of a table as an Arrow table, for notebooks and data frames.
 
     Collective.

@@ -132,7 +132,12 @@ def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTenso
 
 def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTensor:
     weights = features.weights_or_none()
-    return _rebuilt(features, ids, weights, features.inverse_indices_or_none())
+    return _rebuilt(
+        features,
+        ids,
+        weights,
+        features.inverse_indices_or_none(),
+    )
 
 
 def _rebuilt(
@@ -191,7 +196,8 @@ def _in_order(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedT
 
 
 def _strides_in_order(
-    features: KeyedJaggedTensor, names: Sequence[str]
+    features: KeyedJaggedTensor,
+    names: Sequence[str],
 ) -> list[list[int]]:
     """Returns the number of bags of each of the features ``names`` from each rank.
 
@@ -290,12 +296,20 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         # rank, also without a shard.
         configs: list[BaseEmbeddingConfig] = getattr(module, cls._configs_name)()
         for config in configs:
-            check_plan(config, plan[config.name], cls._supported, type(module).__name__)
+            check_plan(
+                config,
+                plan[config.name],
+                cls._supported,
+                type(module).__name__,
+            )
         hashed_features(configs, plan)
         by_type: dict[str, list[EmbeddingShardingInfo]]
         with entries_are_read_by_recstore():
             by_type = super().create_grouped_sharding_infos(
-                module, plan, *args, **kwargs
+                module,
+                plan,
+                *args,
+                **kwargs,
             )
         for sharding_type, infos in by_type.items():
             for info in infos:
@@ -393,7 +407,12 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             order_tensor = torch.tensor(order, device=inverse[1].device)
             inverse = (names, inverse[1].index_select(0, order_tensor))
         ids = features.values()
-        return _rebuilt(features, ids, features.weights_or_none(), inverse)
+        return _rebuilt(
+            features,
+            ids,
+            features.weights_or_none(),
+            inverse,
+        )
 
     def _inverse_indices(self, features: KeyedJaggedTensor) -> InverseIndices | None:
         """Returns the inverse indices of a batch, or None if they are not used.
@@ -508,7 +527,9 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
             kernel_names = {group.compute_kernel for group in groups}
             if EmbeddingComputeKernel.CUSTOMIZED_KERNEL in kernel_names:
                 kernels = self._sharding_kernels_type(
-                    sharding, sharding_type, self.stock_device
+                    sharding,
+                    sharding_type,
+                    self.stock_device,
                 )
             else:
                 kernels = sharding.create_lookup()
@@ -764,7 +785,9 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         return list(dict.fromkeys([*supported, *stock]))
 
     def compute_kernels(
-        self, sharding_type: str, compute_device_type: str
+        self,
+        sharding_type: str,
+        compute_device_type: str,
     ) -> list[str]:
         """Returns the kernels that are offered for a sharding type.
 

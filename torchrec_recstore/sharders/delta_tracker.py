@@ -99,7 +99,11 @@ class _SquaresById:
         return _states(self._shards, ids, squares=True)
 
 
-def _check(mode: TrackingMode, optimizer: Optimizer, names: Sequence[str]) -> None:
+def _check(
+    mode: TrackingMode,
+    optimizer: Optimizer,
+    names: Sequence[str],
+) -> None:
     needs = None
     if mode == TrackingMode.MOMENTUM_LAST and not state_names(optimizer):
         needs = "a state"

@@ -233,7 +233,8 @@ def stochastic_rounding(
 
 
 def state_dtype(
-    fused_params: Mapping[str, Any] | None, table_names: Sequence[str]
+    fused_params: Mapping[str, Any] | None,
+    table_names: Sequence[str],
 ) -> torch.dtype:
     """Returns the data type of a table's optimizer states: float32 or float16.
 
@@ -292,7 +293,8 @@ def _one_state_dtype(value: object, key: str, subject: str) -> torch.dtype | Non
 
 
 def output_dtype(
-    fused_params: Mapping[str, Any] | None, table_names: Sequence[str]
+    fused_params: Mapping[str, Any] | None,
+    table_names: Sequence[str],
 ) -> torch.dtype:
     """Returns the dtype of lookups' results.
 
@@ -315,7 +317,8 @@ def _subject(table_names: Sequence[str]) -> str:
 
 
 def optimizer_from_fused_params(
-    fused_params: Mapping[str, Any] | None, table_names: Sequence[str]
+    fused_params: Mapping[str, Any] | None,
+    table_names: Sequence[str],
 ) -> Optimizer:
     """Returns the fused optimizer that ``fused_params`` select.
 
@@ -363,7 +366,11 @@ def optimizer_from_fused_params(
     return optimizer
 
 
-def _read(params: Mapping[str, Any], default: Optimizer, subject: str) -> Optimizer:
+def _read(
+    params: Mapping[str, Any],
+    default: Optimizer,
+    subject: str,
+) -> Optimizer:
     """Returns ``default`` with the arguments in ``params``."""
     arguments = {field.name for field in fields(default)}
     _check_keys(params, arguments, subject)
@@ -402,7 +409,11 @@ def _number(params: Mapping[str, Any], key: str, subject: str) -> float:
         ) from error
 
 
-def _check_keys(params: Mapping[str, Any], arguments: Set[str], subject: str) -> None:
+def _check_keys(
+    params: Mapping[str, Any],
+    arguments: Set[str],
+    subject: str,
+) -> None:
     accepted = _READ | _IGNORED | (arguments & _NEUTRAL_UNLESS_READ.keys())
     neutral_values = {**_NEUTRAL, **_NEUTRAL_UNLESS_READ}
     for key, value in params.items():
@@ -425,7 +436,11 @@ def _betas(
     default: tuple[float, float],
     subject: str,
 ) -> tuple[float, float]:
-    merged = {"beta1": default[0], "beta2": default[1], **params}
+    merged = {
+        "beta1": default[0],
+        "beta2": default[1],
+        **params,
+    }
     single = (_number(merged, "beta1", subject), _number(merged, "beta2", subject))
     if "betas" not in params:
         return single

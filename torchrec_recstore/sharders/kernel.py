@@ -98,7 +98,8 @@ def row_split(sharding: Sharding, sharding_type: str) -> tuple[int, int] | None:
 
 
 def _routing_of(
-    table: ShardedEmbeddingTable, split: tuple[int, int] | None
+    table: ShardedEmbeddingTable,
+    split: tuple[int, int] | None,
 ) -> BlockRouting | None:
     """Returns the mapping by which the input distribution changed the shard's ids.
 
@@ -125,7 +126,11 @@ def prepare_table(
     """
     check_config(config)
     optimizer_from_fused_params(fused_params, [config.name])
-    stochastic_rounding(fused_params, [config.name], ROW_DTYPES[config.data_type])
+    stochastic_rounding(
+        fused_params,
+        [config.name],
+        ROW_DTYPES[config.data_type],
+    )
     state_dtype(fused_params, [config.name])
     output_dtype(fused_params, [config.name])
     if table_options(fused_params).servers is not None:
@@ -136,7 +141,8 @@ def prepare_table(
 
 
 def _check_remote(
-    config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None
+    config: EmbeddingTableConfig,
+    fused_params: Mapping[str, Any] | None,
 ) -> None:
     refusal = f"RecStore table {config.name!r} is on servers, which do not support"
     dtype = ROW_DTYPES[config.data_type]
@@ -156,7 +162,8 @@ def _check_remote(
 
 
 def options_of_whole_table(
-    config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None
+    config: EmbeddingTableConfig,
+    fused_params: Mapping[str, Any] | None,
 ) -> TableOptions:
     """Returns the options of the whole table.
 
@@ -384,7 +391,9 @@ class HostIds:
         self._ahead: deque[tuple[weakref.ref[Tensor], HostBatch]] = deque(maxlen=_AHEAD)
 
     def prefetch(
-        self, features: KeyedJaggedTensor, batch: Tensor | None = None
+        self,
+        features: KeyedJaggedTensor,
+        batch: Tensor | None = None,
     ) -> Tensor:
         """Returns the ids of a group's features, (N,) int64, and keeps the copy.
 
@@ -401,7 +410,9 @@ class HostIds:
         return host_batch.ids
 
     def take(
-        self, features: KeyedJaggedTensor, batch: Tensor | None = None
+        self,
+        features: KeyedJaggedTensor,
+        batch: Tensor | None = None,
     ) -> HostBatch:
         """Returns the features of a group of tables on the host.
 
@@ -534,7 +545,9 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         self._group.wait_for_updates()
 
     def prefetch(
-        self, features: KeyedJaggedTensor, batch: Tensor | None = None
+        self,
+        features: KeyedJaggedTensor,
+        batch: Tensor | None = None,
     ) -> None:
         """Prepares the rows of a batch before its training forward.
 

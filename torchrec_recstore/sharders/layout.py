@@ -141,7 +141,12 @@ class RowTensor(ShardedTensor):
     _env: ShardingEnv
 
     @classmethod
-    def of(cls, stock: ShardedTensor, description: str, env: ShardingEnv) -> RowTensor:
+    def of(
+        cls,
+        stock: ShardedTensor,
+        description: str,
+        env: ShardingEnv,
+    ) -> RowTensor:
         """Returns the tensor as a RowTensor. ``description`` names it in errors."""
         # The functions of torch 2.13 that make a tensor from shards and their metadata
         # only make a ShardedTensor.
@@ -334,7 +339,9 @@ class ShardLayout:
         return self._row_tensor(tensors, None, torch.int64)
 
     def by_column(
-        self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32
+        self,
+        tensors: Iterable[Tensor],
+        dtype: torch.dtype = torch.float32,
     ) -> RowTensor:
         """Returns the tensor (R, D) of one part (rows, columns) for each local shard."""
         places = {columns: columns for columns in self.column_shards}
@@ -409,7 +416,8 @@ def _pieces_with_rows(pieces: Sequence[_Piece]) -> list[_Piece]:
 
 
 def _shard_metadata(
-    piece: _Piece, places: Mapping[range, range] | None
+    piece: _Piece,
+    places: Mapping[range, range] | None,
 ) -> ShardMetadata:
     """Returns torch's description of a piece.
 
@@ -433,7 +441,12 @@ class WholeRows:
     ``description`` names the tensor in errors.
     """
 
-    def __init__(self, description: str, value: Value, ids: Tensor | None) -> None:
+    def __init__(
+        self,
+        description: str,
+        value: Value,
+        ids: Tensor | None,
+    ) -> None:
         self._description = description
         self._value = value
         self.shape = tuple(value.size())

@@ -326,7 +326,8 @@ def reshard(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _feature_processed(
-    model: nn.Module, changes: Sequence[Change]
+    model: nn.Module,
+    changes: Sequence[Change],
 ) -> list[tuple[nn.Module, Change]]:
     """Returns the feature-processed collections that change, and their changes.
 

@@ -132,7 +132,8 @@ class EagerModelTable:
 
 
 def eager_tables(
-    model: nn.Module, tables: Sequence[ModelTable]
+    model: nn.Module,
+    tables: Sequence[ModelTable],
 ) -> list[EagerModelTable]:
     """Returns the tables of the modules that are not sharded, each once.
 
@@ -315,7 +316,8 @@ def _path_prefix(prefix: str) -> str:
 
 @contextmanager
 def rows_left_out(
-    model: nn.Module, eager: Sequence[EagerModelTable] = ()
+    model: nn.Module,
+    eager: Sequence[EagerModelTable] = (),
 ) -> Iterator[None]:
     """A context in which the states of a model have no RecStore rows.
 

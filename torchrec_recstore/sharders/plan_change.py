@@ -101,7 +101,9 @@ class ReshardableCollection(CollectionSeams):
             )
 
     def change(
-        self, plan: Mapping[str, ParameterSharding], path: str | None = None
+        self,
+        plan: Mapping[str, ParameterSharding],
+        path: str | None = None,
     ) -> Change | None:
         """Returns the change to another plan, or None for the present one.
 
@@ -293,7 +295,11 @@ def _check_kernel(table: str, verb: str, sharding: ParameterSharding) -> None:
         )
 
 
-def _check_frozen(table: str, old: ParameterSharding, new: ParameterSharding) -> None:
+def _check_frozen(
+    table: str,
+    old: ParameterSharding,
+    new: ParameterSharding,
+) -> None:
     was_frozen = _is_frozen(old)
     if was_frozen is not _is_frozen(new):
         old_mode = "frozen" if was_frozen else "trained"
@@ -433,7 +439,12 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
             senders.append(_Sender(shard, group, new.options))
     is_bounded = new.options.max_rows is not None
     part_bytes = PART_BYTES if is_bounded else _MESSAGE_BYTES
-    part_rows = rows_in(part_bytes, old.dim, sources[0].dtype, old.optimizer)
+    part_rows = rows_in(
+        part_bytes,
+        old.dim,
+        sources[0].dtype,
+        old.optimizer,
+    )
     parts = [ceil_div(rows[routing], part_rows) for routing in groups]
     received: list[_Message] = []
 
@@ -489,7 +500,12 @@ class _Sender:
     shards.
     """
 
-    def __init__(self, shard: LocalShard, group: int, options: TableOptions) -> None:
+    def __init__(
+        self,
+        shard: LocalShard,
+        group: int,
+        options: TableOptions,
+    ) -> None:
         self.table = shard.table
         self.group = group
         self._options = options
@@ -534,12 +550,20 @@ def _by_rank(
                 owned[routing] = rows.owned(routing.owned)
             owned_rows = owned[routing]
             if len(owned_rows):
-                message = (place.number, sender.group, owned_rows.cut(place.columns))
+                message = (
+                    place.number,
+                    sender.group,
+                    owned_rows.cut(place.columns),
+                )
                 sent[place.rank].append(message)
     return sent
 
 
-def _write(name: str, tables: Sequence[Table], received: Sequence[_Message]) -> None:
+def _write(
+    name: str,
+    tables: Sequence[Table],
+    received: Sequence[_Message],
+) -> None:
     parts: dict[tuple[int, int], list[Part]] = {}
     for number, group, part in received:
         parts.setdefault((group, number), []).append(part)
@@ -552,7 +576,8 @@ def _write(name: str, tables: Sequence[Table], received: Sequence[_Message]) -> 
 
 
 def _exchanged(
-    take: Callable[[], list[list[_Message]]], env: ShardingEnv
+    take: Callable[[], list[list[_Message]]],
+    env: ShardingEnv,
 ) -> list[_Message]:
     """Sends the result of ``take``, and returns the rows for this rank.
 
@@ -606,7 +631,8 @@ class _Header(NamedTuple):
 
 
 def _headers(
-    messages_to_ranks: Sequence[Sequence[_Message]], part_sizes: Iterable[int]
+    messages_to_ranks: Sequence[Sequence[_Message]],
+    part_sizes: Iterable[int],
 ) -> list[list[_Header]]:
     """Returns the headers of the messages to each rank.
 

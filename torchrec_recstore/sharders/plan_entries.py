@@ -280,7 +280,8 @@ def with_own_arguments(
 
 
 def with_marks(
-    fused_params: Mapping[str, Any], parameter: nn.Parameter | None
+    fused_params: Mapping[str, Any],
+    parameter: nn.Parameter | None,
 ) -> dict[str, Any]:
     """Returns a table's ``fused_params``.
 
@@ -389,7 +390,8 @@ def _check_stock_table(
 
 
 def with_options(
-    plan: Mapping[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
+    plan: Mapping[str, ParameterSharding],
+    parameters: Mapping[str, nn.Parameter],
 ) -> dict[str, ParameterSharding]:
     """Returns a plan whose RecStore entries have all of their options.
 
@@ -428,7 +430,9 @@ def with_options(
 
 
 def _with_device_rows(
-    name: str, sharding: ParameterSharding, num_embeddings: int
+    name: str,
+    sharding: ParameterSharding,
+    num_embeddings: int,
 ) -> ParameterSharding:
     """Returns a RecStore table's entry with the ``device_rows`` of its load factor."""
     cache_params = sharding.cache_params
@@ -442,7 +446,10 @@ def _with_device_rows(
 
 
 def with_load_factor(
-    name: str, options: TableOptions, cache_params: CacheParams | None, rows: int
+    name: str,
+    options: TableOptions,
+    cache_params: CacheParams | None,
+    rows: int,
 ) -> TableOptions:
     """Returns options with the ``device_rows`` of TorchRec's load factor: the part of
     ``rows`` that are on the device.
@@ -531,7 +538,8 @@ def remote_options(sharding: ParameterSharding | None) -> Servers | None:
 
 
 def hashed_features(
-    configs: Sequence[BaseEmbeddingConfig], shardings: Mapping[str, ParameterSharding]
+    configs: Sequence[BaseEmbeddingConfig],
+    shardings: Mapping[str, ParameterSharding],
 ) -> frozenset[str]:
     """Returns the features of tables with hash routing.
 
@@ -575,7 +583,8 @@ def asks_for_recstore(constraint: ParameterConstraints | None) -> bool:
 
 
 def _warn_of_stock_tables(
-    sharder: ModuleSharder[nn.Module], plan: Mapping[str, ParameterSharding]
+    sharder: ModuleSharder[nn.Module],
+    plan: Mapping[str, ParameterSharding],
 ) -> None:
     # RecStorePlanner places tables on TorchRec's kernels only by constraint. Other
     # plans have no RecStore tables if they were made with other sharders than those

@@ -23,7 +23,12 @@ from torchrec_recstore.store import LeftIds, Table
 from torchrec_recstore.store.arguments import check_ids, check_scores
 
 
-def set_scores(model: nn.Module, name: str, ids: Tensor, scores: Tensor) -> int:
+def set_scores(
+    model: nn.Module,
+    name: str,
+    ids: Tensor,
+    scores: Tensor,
+) -> int:
     """Sets the scores by which ``eviction=Scored()`` selects the rows to evict.
 
     Collective.
@@ -130,7 +135,9 @@ def left_ids(model: nn.Module, name: str) -> LeftIds:
 
 
 def table_of(
-    model: nn.Module, name: str, function: str
+    model: nn.Module,
+    name: str,
+    function: str,
 ) -> ModelTable | EagerModelTable:
     """Returns the table with this name or full name.
 

@@ -239,7 +239,11 @@ class RowState:
         return tensors
 
 
-def _row_wise(shard: LocalShard, source: WholeRows, starts: Sequence[int]) -> Tensor:
+def _row_wise(
+    shard: LocalShard,
+    source: WholeRows,
+    starts: Sequence[int],
+) -> Tensor:
     """Returns a row-wise state of a shard, (n,), from that of column shards, (R, C).
 
     The column shards begin at ``starts``.
@@ -477,7 +481,9 @@ class ModuleState:
                 state_dict[key] = without_rows_to_load(placeholder)
 
     def _check_same_entries(
-        self, keys: Iterable[str], state_dict: Mapping[str, Value]
+        self,
+        keys: Iterable[str],
+        state_dict: Mapping[str, Value],
     ) -> None:
         """Raises ValueError if the ranks load entries of other tables. Collective."""
         present: list[str] = []
@@ -493,7 +499,9 @@ class ModuleState:
                 )
 
     def _replace_rows(
-        self, keys: Mapping[str, str], state_dict: dict[str, Value]
+        self,
+        keys: Mapping[str, str],
+        state_dict: dict[str, Value],
     ) -> None:
         """Replaces the rows of the tables whose weights are in ``state_dict``.
 

@@ -183,7 +183,9 @@ class RecStoreShardedEmbeddingBagCollection(
         return self._by_inverse_indices(ctx, super().output_dist(ctx, output))
 
     def compute_and_output_dist(
-        self, ctx: Any, input: Any
+        self,
+        ctx: Any,
+        input: Any,
     ) -> LazyAwaitable[KeyedTensor]:
         """Looks up the batch and distributes the results. See :meth:`output_dist`."""
         return self._by_inverse_indices(
@@ -191,7 +193,9 @@ class RecStoreShardedEmbeddingBagCollection(
         )
 
     def _by_inverse_indices(
-        self, ctx: Any, pooled: LazyAwaitable[KeyedTensor]
+        self,
+        ctx: Any,
+        pooled: LazyAwaitable[KeyedTensor],
     ) -> LazyAwaitable[KeyedTensor]:
         # The unsharded collection applies the inverse indices of every batch, and
         # TorchRec's sharded one only those of batches whose sizes vary by feature
@@ -415,7 +419,9 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         return self.inner_sharder.sharding_types(compute_device_type)  # type: ignore[no-any-return]
 
     def compute_kernels(
-        self, sharding_type: str, compute_device_type: str
+        self,
+        sharding_type: str,
+        compute_device_type: str,
     ) -> list[str]:
         """Returns the compute kernels that ``ebc_sharder`` offers."""
         return self.inner_sharder.compute_kernels(sharding_type, compute_device_type)  # type: ignore[no-any-return]
@@ -442,7 +448,12 @@ class RecStoreShardedEmbeddingCollection(
     _sharding_kernels_type = RecStoreSequenceShardingKernels
     _uses_inverse_indices = False
 
-    def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         # The stock constructor loads the weights of all tables of a module that is not
         # on the meta device (torchrec 1.8.0), but RecStore tables do not take the
         # weights of the unsharded module. So the constructor gets a module on the meta

@@ -122,7 +122,9 @@ class RecStoreShardingKernels(ShardingKernelsSeams):
         raise NotImplementedError
 
     def prefetch(
-        self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None
+        self,
+        sparse_features: KeyedJaggedTensor,
+        forward_stream: Any = None,
     ) -> None:
         """Prepares the rows of a batch before its forward.
 
@@ -148,7 +150,11 @@ class RecStoreShardingKernels(ShardingKernelsSeams):
                         " and embeddings do not support it"
                     )
         super().register_optim_state_tracker_fn(
-            tracking(record_fn, self._groups_of_all_ranks, list(self.kernels()))
+            tracking(
+                record_fn,
+                self._groups_of_all_ranks,
+                list(self.kernels()),
+            )
         )
 
     def kernels(self) -> Iterator[RecStoreKernel]:
@@ -192,7 +198,11 @@ class RecStorePooledShardingKernels(
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
         return RecStorePooledKernel(
-            config, self._pools_as, self._split, self._rank, self._rows_device
+            config,
+            self._pools_as,
+            self._split,
+            self._rank,
+            self._rows_device,
         )
 
 
@@ -201,5 +211,8 @@ class RecStoreSequenceShardingKernels(RecStoreShardingKernels, GroupedEmbeddings
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
         return RecStoreSequenceKernel(
-            config, self._split, self._rank, self._rows_device
+            config,
+            self._split,
+            self._rank,
+            self._rows_device,
         )

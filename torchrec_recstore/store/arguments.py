@@ -114,7 +114,9 @@ def _kind(value: object) -> str:
 
 
 def _check_weights(
-    weight: object, shape: tuple[int, int], dtype: torch.dtype
+    weight: object,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
 ) -> Tensor:
     """Returns the stored weights (``row_types.py``) of values, (N, columns) float32 or
     ``dtype``, or stored weights.
@@ -125,10 +127,18 @@ def _check_weights(
         and weight.dtype is torch.uint8
     ):
         check_rows(
-            weight, "weight", (shape[0], stored_columns(dtype, shape[1])), [torch.uint8]
+            weight,
+            "weight",
+            (shape[0], stored_columns(dtype, shape[1])),
+            [torch.uint8],
         )
     else:
-        check_rows(weight, "weight", shape, [torch.float32, value_dtype(dtype)])
+        check_rows(
+            weight,
+            "weight",
+            shape,
+            [torch.float32, value_dtype(dtype)],
+        )
     assert isinstance(weight, Tensor)
     return as_stored(weight.detach(), dtype)
 

@@ -94,7 +94,9 @@ class ColdTier(MemoryTier):
         # self.lock.
         self._calls = threading.Lock()
         self.store: ColdStore = open_cold_store(
-            options.cold_store, name=name, row_bytes=self.image_bytes
+            options.cold_store,
+            name=name,
+            row_bytes=self.image_bytes,
         )
         self.dead = _NO_IDS
         """(n,) int64, ascending. The ids of invalid rows in the store that have yet to
@@ -146,7 +148,10 @@ class ColdTier(MemoryTier):
             self._make_room(ids, len(images) + admitted)
             if len(images):
                 ops.table_bring_back(
-                    self._handle, absent[is_cold], images, arrival == "lookup"
+                    self._handle,
+                    absent[is_cold],
+                    images,
+                    arrival == "lookup",
                 )
                 self.expiry.take(images)
             self._outdate(absent)
@@ -425,7 +430,9 @@ class ColdTier(MemoryTier):
         return absent[is_cold], images, absent[expired]
 
     def _fetch(
-        self, ids: Tensor, staged: Iterable[_Rows]
+        self,
+        ids: Tensor,
+        staged: Iterable[_Rows],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Reads rows that are not in memory from ``staged``, and from the store if they
         are not staged.

@@ -55,7 +55,9 @@ def check_cold_store(options: object) -> None:
 
 @contextmanager
 def _opened(
-    options: object, name: str = "conformance/0", row_bytes: int = ROW_BYTES
+    options: object,
+    name: str = "conformance/0",
+    row_bytes: int = ROW_BYTES,
 ) -> Iterator[ColdStore]:
     if is_shared(options):
         # shared stores of one name share their rows, and so have one row size
@@ -142,7 +144,12 @@ def _deletes(options: object) -> None:
         promise = "a delete leaves the other rows as they were"
         _expect(torch.equal(read_rows, rows[~is_deleted]), promise)
         promise = "a scan returns no deleted id"
-        _expect_scan(store, ids[~is_deleted], rows[~is_deleted], promise)
+        _expect_scan(
+            store,
+            ids[~is_deleted],
+            rows[~is_deleted],
+            promise,
+        )
         new_rows = rows[is_deleted].flip(0)
         store.put(deleted_ids, new_rows)
         _expect_rows(store, deleted_ids, new_rows, "a deleted id can be put again")
@@ -171,7 +178,12 @@ def _takes_big_batches(options: object) -> None:
         _expect_rows(store, ids, rows, "get returns a batch of 20,000 rows")
         _expect_scan(store, ids, rows, "a scan returns every id once, with its row")
         store.delete(ids[1:])
-        _expect_scan(store, ids[:1], rows[:1], "a batch of 19,999 ids is deleted")
+        _expect_scan(
+            store,
+            ids[:1],
+            rows[:1],
+            "a batch of 19,999 ids is deleted",
+        )
 
 
 def _takes_any_row_size(options: object) -> None:
@@ -180,7 +192,12 @@ def _takes_any_row_size(options: object) -> None:
             ids = torch.arange(64)
             rows = _rows(64, row_bytes)
             store.put(ids, rows)
-            _expect_rows(store, ids, rows, f"get returns rows of {row_bytes} bytes")
+            _expect_rows(
+                store,
+                ids,
+                rows,
+                f"get returns rows of {row_bytes} bytes",
+            )
 
 
 def _snapshots_ascend(options: object) -> None:
@@ -351,7 +368,11 @@ def _generator(seed: int) -> torch.Generator:
 
 def _rows(n: int, row_bytes: int = ROW_BYTES, seed: int = 0) -> Tensor:
     return torch.randint(
-        0, 256, (n, row_bytes), dtype=torch.uint8, generator=_generator(seed)
+        0,
+        256,
+        (n, row_bytes),
+        dtype=torch.uint8,
+        generator=_generator(seed),
     )
 
 
@@ -375,7 +396,12 @@ def _concatenated(batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
     return ids, rows
 
 
-def _expect_scan(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> None:
+def _expect_scan(
+    store: ColdStore,
+    ids: Tensor,
+    rows: Tensor,
+    promise: str,
+) -> None:
     ids, order = ids.sort()
     scanned_ids, scanned_rows = _scanned(store)
     has_ids = torch.equal(scanned_ids, ids)
@@ -384,7 +410,12 @@ def _expect_scan(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> N
     _expect(has_rows, f"{promise}: the scan returns the rows that were put")
 
 
-def _expect_rows(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> None:
+def _expect_rows(
+    store: ColdStore,
+    ids: Tensor,
+    rows: Tensor,
+    promise: str,
+) -> None:
     is_found, read_rows = store.get(ids)
     is_bool = is_found.dtype == torch.bool and is_found.shape == ids.shape
     _expect(is_bool and bool(is_found.all()), f"{promise}: all have rows")

@@ -51,7 +51,9 @@ class MemoryTier:
         """Keeps rows from moving between memory and the cold store."""
 
     def resident(
-        self, ids: Tensor, arrival: Arrival | None = None
+        self,
+        ids: Tensor,
+        arrival: Arrival | None = None,
     ) -> AbstractContextManager[object]:
         """Brings the rows of ``ids``, (N,) int64, to memory unless ``arrival`` is None,
         and keeps rows from moving.

@@ -297,7 +297,12 @@ Parts = Iterator[Part]
 """A stream of parts of a table. Their ids ascend from part to part."""
 
 
-def rows_in(size: int, dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
+def rows_in(
+    size: int,
+    dim: int,
+    dtype: torch.dtype,
+    optimizer: Optimizer,
+) -> int:
     """Returns the number of rows in a part of ``size`` bytes, at least 1.
 
     ``dim`` is that of the whole table, so that the parts of all column shards hold the
@@ -382,7 +387,10 @@ class ImageLayout:
         else:
             weight = as_numbers(weight, self.dtype)
         elements = torch.empty(
-            len(self.squares), len(images), self.columns, dtype=torch.float32
+            len(self.squares),
+            len(images),
+            self.columns,
+            dtype=torch.float32,
         )
         begin = weight_end
         state_bytes_of_row = self.columns * self.state_dtype.itemsize

@@ -132,7 +132,12 @@ class RedisColdStore:
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """See :meth:`ColdStore.put`."""
         check_ids(ids)
-        check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
+        check_rows(
+            rows,
+            "rows",
+            (len(ids), self._row_bytes),
+            [torch.uint8],
+        )
         self._check_open()
         size = self._rows_a_pipeline
         for part_ids, part_rows in zip(

@@ -67,7 +67,13 @@ class RocksDBColdStore:
 
     ascending_snapshots = True
 
-    def __init__(self, options: RocksDBStore, *, name: str, row_bytes: int) -> None:
+    def __init__(
+        self,
+        options: RocksDBStore,
+        *,
+        name: str,
+        row_bytes: int,
+    ) -> None:
         """Creates the directory of the store and opens the database, or raises
         ColdStoreError.
         """
@@ -119,7 +125,12 @@ class RocksDBColdStore:
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """See :meth:`ColdStore.put`."""
         check_ids(ids)
-        check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
+        check_rows(
+            rows,
+            "rows",
+            (len(ids), self._row_bytes),
+            [torch.uint8],
+        )
         self._prepare_write(len(ids) * (self._row_bytes + ID_BYTES))
         # Ascending keys take less processor time than random ones: 2.2 instead of 3.5
         # to 4.1 us per row of 140 bytes.

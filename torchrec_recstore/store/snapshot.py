@@ -49,7 +49,11 @@ class ColdSnapshot:
     """
 
     def __init__(
-        self, handle: int, tier: ColdTier, snapshot: int, since: int | None
+        self,
+        handle: int,
+        tier: ColdTier,
+        snapshot: int,
+        since: int | None,
     ) -> None:
         self.left: Tensor | None = None
         """See :attr:`Snapshot.left`.
@@ -151,7 +155,12 @@ def _spooled_ascending(file: BinaryIO, ids: Tensor, image_bytes: int) -> Batches
     with file:
         if len(ids) == 0:
             return
-        images = np.memmap(file, np.uint8, "r", shape=(len(ids), image_bytes))
+        images = np.memmap(
+            file,
+            np.uint8,
+            "r",
+            shape=(len(ids), image_bytes),
+        )
         for places in torch.split(ids.argsort(), _BATCH):
             batch_images = images[places.numpy()]
             yield ids[places], torch.from_numpy(batch_images)
@@ -259,7 +268,9 @@ class Snapshot(AbstractContextManager["Snapshot"]):
 
     def _read_resident(self, n: int, polite: bool) -> Part:
         ids, weight, elements, state, last_step, frequency = ops.snapshot_read(
-            self._handle, n, polite
+            self._handle,
+            n,
+            polite,
         )
         return self._part(ids, (weight, elements, state, last_step, frequency))
 

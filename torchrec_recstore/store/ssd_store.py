@@ -48,7 +48,9 @@ class SSDColdStore:
         try:
             if options.shared is None:
                 self._directory = RunDirectory(
-                    options.path, escaped_name(name), new_run()
+                    options.path,
+                    escaped_name(name),
+                    new_run(),
                 )
                 path = self._directory.path / "rows"
             else:
@@ -85,7 +87,12 @@ class SSDColdStore:
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """See :meth:`ColdStore.put`."""
         check_ids(ids)
-        check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
+        check_rows(
+            rows,
+            "rows",
+            (len(ids), self._row_bytes),
+            [torch.uint8],
+        )
         with self._errors():
             _ops.ssd_put(self._handle, ids, rows)
 
@@ -109,7 +116,11 @@ class SSDColdStore:
         The iterator takes 16 bytes for each row.
         """
         with self._errors():
-            scan = _Native(_ops.ssd_scan(self._handle), _scan_close, self._row_bytes)
+            scan = _Native(
+                _ops.ssd_scan(self._handle),
+                _scan_close,
+                self._row_bytes,
+            )
         self._scans.add(scan)
         return self._rows_of(scan)
 
@@ -159,7 +170,12 @@ class SSDColdStore:
 
 def _shared_folder(root: str, shared: str, name: str) -> Path:
     """Returns the folder of shared rows, which is made if it does not exist."""
-    folder = Path(root, "shared", escaped_name(shared), escaped_name(name))
+    folder = Path(
+        root,
+        "shared",
+        escaped_name(shared),
+        escaped_name(name),
+    )
     refuse_foreign(folder)
     for part in (folder.parent.parent, folder.parent, folder):
         refuse_link(part)
@@ -172,7 +188,10 @@ class _Native:
     """A handle of the native code, which is closed with its last user."""
 
     def __init__(
-        self, handle: int, close: Callable[[int], None], row_bytes: int
+        self,
+        handle: int,
+        close: Callable[[int], None],
+        row_bytes: int,
     ) -> None:
         self.handle = handle
         self.row_bytes = row_bytes

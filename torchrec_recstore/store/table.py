@@ -60,7 +60,9 @@ class RowsOnDevice(Protocol):
     """The rows of tables that are also in the memory of a device."""
 
     def settled(
-        self, table: Table, ids: Tensor | None
+        self,
+        table: Table,
+        ids: Tensor | None,
     ) -> AbstractContextManager[object]:
         """Brings the rows of ``ids``, (N,) int64, or all rows of a table up to date in
         memory, and keeps them so.
@@ -242,13 +244,22 @@ class Table(AbstractContextManager["Table"]):
         # differently. It has the data types and the states, because a job with others
         # would misread the bytes of a row.
         dtype_name = str(self.dtype).removeprefix("torch.")
-        parts = [self.name, columns, dtype_name, *state_names(self.optimizer)]
+        parts = [
+            self.name,
+            columns,
+            dtype_name,
+            *state_names(self.optimizer),
+        ]
         if self.state_dtype is torch.float16:
             parts.append("float16")
         return ".".join(parts)
 
     def lookup(
-        self, ids: Tensor, *, train: bool = False, out: Tensor | None = None
+        self,
+        ids: Tensor,
+        *,
+        train: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Reads the weights of rows.
 
@@ -299,7 +310,13 @@ class Table(AbstractContextManager["Table"]):
                 self.tier.read_into(out, ids)
             return out
 
-    def update(self, ids: Tensor, grads: Tensor, *, lr: float | None = None) -> None:
+    def update(
+        self,
+        ids: Tensor,
+        grads: Tensor,
+        *,
+        lr: float | None = None,
+    ) -> None:
         """Applies the optimizer once to the row of each distinct id.
 
         The gradients of an id are added in the order of ``ids``, and the optimizer is
@@ -402,7 +419,10 @@ class Table(AbstractContextManager["Table"]):
         check_ids(ids)
         shape = (len(ids), len(self.columns))
         row_tensors = check_whole_rows(
-            rows, shape, self.dtype, state_names(self.optimizer)
+            rows,
+            shape,
+            self.dtype,
+            state_names(self.optimizer),
         )
         ops.finish_updates()
         with (
@@ -998,7 +1018,12 @@ class Table(AbstractContextManager["Table"]):
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:
         shape = (len(ids), len(self.columns))
-        check_rows(rows, argument, shape, (torch.float32, self._value_dtype))
+        check_rows(
+            rows,
+            argument,
+            shape,
+            (torch.float32, self._value_dtype),
+        )
 
 
 def _last_scores(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,11 @@ class Sightings(NamedTuple):
 
     def take(self, which: Tensor) -> Sightings:
         """Returns the entries at positions, (n,) int64, or of a mask, (N,) bool."""
-        return Sightings(self.ids[which], self.counts[which], self.generations[which])
+        return Sightings(
+            self.ids[which],
+            self.counts[which],
+            self.generations[which],
+        )
 
 
 def no_sightings() -> Sightings:
@@ -164,7 +168,10 @@ class TableState:
 
 
 def _check_tensor(
-    key: str, tensor: Tensor, size: int | None, dtype: torch.dtype
+    key: str,
+    tensor: Tensor,
+    size: int | None,
+    dtype: torch.dtype,
 ) -> None:
     """Raises ValueError if a tensor is not (size,) of ``dtype``. None: any size."""
     has_size = tensor.dim() == 1 and size in (None, len(tensor))
@@ -309,7 +316,11 @@ class StatsByTable(dict[str, TableStats]):
             is_counted = any(getattr(stats, field.name) for stats in self.values())
             if field.name in always_shown or is_counted:
                 names.append(field.name)
-        columns = ["table", *(name.replace("_", " ") for name in names), "hit rate"]
+        columns = [
+            "table",
+            *(name.replace("_", " ") for name in names),
+            "hit rate",
+        ]
         rows = []
         for table_name, stats in self.items():
             counts = [f"{getattr(stats, name):,}" for name in names]

@@ -416,7 +416,9 @@ class PooledShardingKernelsSeams(ShardingKernelsSeams):
     """A mixin for ``GroupedPooledEmbeddingsLookup``."""
 
     def _forward_with_vbe_merging(
-        self, features_by_group: list[KeyedJaggedTensor], device: torch.device
+        self,
+        features_by_group: list[KeyedJaggedTensor],
+        device: torch.device,
     ) -> Tensor:
         # The stock method gives its kernels a preallocated output, which neither
         # RecStore's nor FBGEMM's on a CPU take.

@@ -106,7 +106,13 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        super().__init__(topology, batch_size, enumerator, *args, **kwargs)
+        super().__init__(
+            topology,
+            batch_size,
+            enumerator,
+            *args,
+            **kwargs,
+        )
         if enumerator is None:
             self._enumerator = self.make_enumerator(
                 self._topology,
@@ -131,7 +137,11 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
 
 
 def _estimate(method: str) -> Callable[[Any, ShardPerfContext, object], float]:
-    def estimate(evaluator: Any, context: ShardPerfContext, config: object) -> float:
+    def estimate(
+        evaluator: Any,
+        context: ShardPerfContext,
+        config: object,
+    ) -> float:
         return float(getattr(evaluator, method)(context, config))
 
     return estimate
