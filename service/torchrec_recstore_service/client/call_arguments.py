@@ -146,5 +146,11 @@ def checked_rows(
         if is_real:
             dtype = rows.dtype if rows.dtype in dtypes else torch.float32
             rows = rows.to("cpu", dtype)
-    check_rows(rows, argument, (len(ids), spec.dim), dtypes, f"table {name!r}: ")
+    check_rows(
+        rows,
+        argument,
+        (len(ids), spec.dim),
+        dtypes,
+        f"table {name!r}: ",
+    )
     return cast(Tensor, rows).detach().contiguous()

@@ -169,7 +169,12 @@ class _Workspace:
         ):
             shared_sums.append(content.view(-1, table.dim))
             self._insert(table, shared_sums[-1])
-        self.group.update(context, grad, False, merged(counts, self._shared))
+        self.group.update(
+            context,
+            grad,
+            False,
+            merged(counts, self._shared),
+        )
         for table, table_sums in zip(self._tables, shared_sums, strict=True):
             n = table_sums.shape[0]
             if n:
@@ -263,7 +268,10 @@ class _Batch:
     """
 
     def __init__(
-        self, ids: Tensor, counts: Sequence[int], shared: Sequence[Sequence[int]]
+        self,
+        ids: Tensor,
+        counts: Sequence[int],
+        shared: Sequence[Sequence[int]],
     ) -> None:
         distinct_ids, self.places, size_tensor = row_ops.ids_distinct(ids, counts)
         sizes = size_tensor.tolist()
@@ -692,7 +700,8 @@ class RemotePooledGroup(RemoteGroup):
             raise ValueError(f"feature_tables must ascend, got {list(feature_tables)}")
 
         def make(
-            workspace_tables: Sequence[Table], shared: Sequence[Sequence[int]]
+            workspace_tables: Sequence[Table],
+            shared: Sequence[Sequence[int]],
         ) -> PooledGroup:
             workspace_of = {}
             for number, members in enumerate(shared):

@@ -27,7 +27,12 @@ class CallError(grpc.RpcError):  # type: ignore[misc]
     It has the methods of the errors of calls by gRPC.
     """
 
-    def __init__(self, code: grpc.StatusCode, details: str, error: str = "") -> None:
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        error: str = "",
+    ) -> None:
         super().__init__(details)
         self._code = code
         self._details = details

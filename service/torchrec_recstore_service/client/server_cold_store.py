@@ -46,7 +46,13 @@ class ServerColdStore:
 
     ascending_snapshots = False
 
-    def __init__(self, options: ServerStore, *, name: str, row_bytes: int) -> None:
+    def __init__(
+        self,
+        options: ServerStore,
+        *,
+        name: str,
+        row_bytes: int,
+    ) -> None:
         """Creates the table on the servers if it does not exist.
 
         Args:
@@ -98,7 +104,12 @@ class ServerColdStore:
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """See :meth:`ColdStore.put`."""
         check_ids(ids)
-        check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
+        check_rows(
+            rows,
+            "rows",
+            (len(ids), self._row_bytes),
+            [torch.uint8],
+        )
         self._check_open()
         parts_of_ids = in_parts(ids, self._rows_a_call)
         parts_of_rows = in_parts(rows, self._rows_a_call)

@@ -245,7 +245,13 @@ class ServerSet(ServerEpochs):
             parts.values(), answers, strict=True
         ):
             places = place_of_row[part.places[part_has_row]]
-            row_ops.rows_put([rows], places, [len(part_rows)], part_rows.view(-1), 0)
+            row_ops.rows_put(
+                [rows],
+                places,
+                [len(part_rows)],
+                part_rows.view(-1),
+                0,
+            )
         return has_row, rows
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
@@ -269,7 +275,13 @@ class ServerSet(ServerEpochs):
             NoInitialRow: Its ``pending`` has the positions of the ids of the servers
                 that have refused the update.
         """
-        _, refused = self._write(name, pb.WriteHeader.UPDATE, ids, grads, initial)
+        _, refused = self._write(
+            name,
+            pb.WriteHeader.UPDATE,
+            ids,
+            grads,
+            initial,
+        )
         if refused is not None:
             raise NoInitialRow(name, refused)
 
@@ -336,7 +348,12 @@ class ServerSet(ServerEpochs):
         if rows is None:  # of a delete
             rows = ids.new_empty(len(ids), 0)
         values = rows.detach().contiguous()
-        calls = self._parts([table], ids, [len(ids)], [values.view(torch.uint8)])
+        calls = self._parts(
+            [table],
+            ids,
+            [len(ids)],
+            [values.view(torch.uint8)],
+        )
         initial_calls: dict[Connection, TableRows] = {}
         if initial is not None:
             new_ids, new_rows = initial

@@ -240,7 +240,11 @@ def connected_to(
 
 def _as_json(address: str, state: pb.DescribeReply | Exception) -> dict[str, Any]:
     if isinstance(state, Exception):
-        return {"address": address, "reachable": False, "error": str(state)}
+        return {
+            "address": address,
+            "reachable": False,
+            "error": str(state),
+        }
     return {
         "address": address,
         "reachable": True,
@@ -299,7 +303,13 @@ def _print_begun(connected: ServerSet, name: str | None, as_json: bool) -> None:
 
     epoch = number_of(connected.epoch())
     if as_json:
-        print_json({"servers": list(connected.addresses), "save": name, "epoch": epoch})
+        print_json(
+            {
+                "servers": list(connected.addresses),
+                "save": name,
+                "epoch": epoch,
+            }
+        )
     else:
         rows = "without rows" if name is None else f"with the save {name!r}"
         count = len(connected.addresses)

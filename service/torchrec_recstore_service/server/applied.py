@@ -123,7 +123,12 @@ class AppliedRequests(Native):
         """
         document: dict[str, Any] = {}
 
-        def visit(client: bytes, done_before: int, request: int, deleted: int) -> None:
+        def visit(
+            client: bytes,
+            done_before: int,
+            request: int,
+            deleted: int,
+        ) -> None:
             new_entry = {"done_before": done_before, "answers": {}}
             entry = document.setdefault(client.decode(), new_entry)
             if request >= 0:

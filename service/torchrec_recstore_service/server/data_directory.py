@@ -392,6 +392,10 @@ def _manifest_of(path: Path) -> pb.Saved | None:
         state = read_info(path).training_state
         manifest = state[MANIFEST]
         name = SaveName(manifest["name"])
-        return pb.Saved(name=name, id=SaveId(manifest["id"]), number=manifest["number"])
+        return pb.Saved(
+            name=name,
+            id=SaveId(manifest["id"]),
+            number=manifest["number"],
+        )
     except (CheckpointError, OSError, KeyError, TypeError, ValueError):
         return None

@@ -25,7 +25,12 @@ def look(request: Any, table: Table) -> pb.LookReply:
         raise ValueError(f"count must be at most {_LARGEST_COUNT}, not {request.count}")
     if not request.row:
         rows = top_rows(table, by=cast(By, request.by), count=request.count)
-        return _reply(rows.ids, dict(rows.columns), rows.rows, rows.steps)
+        return _reply(
+            rows.ids,
+            dict(rows.columns),
+            rows.rows,
+            rows.steps,
+        )
     row_bytes = 4 * len(table.columns)
     if len(request.row) != row_bytes:
         raise ValueError(f"row must have {row_bytes} bytes, not {len(request.row)}")
@@ -37,7 +42,12 @@ def look(request: Any, table: Table) -> pb.LookReply:
         metric=cast(Metric, request.by),
         count=request.count,
     )
-    return _reply(ids, {request.by: nearness}, len(table), table.steps)
+    return _reply(
+        ids,
+        {request.by: nearness},
+        len(table),
+        table.steps,
+    )
 
 
 def _reply(
@@ -47,4 +57,9 @@ def _reply(
     steps: int,
 ) -> pb.LookReply:
     contents = {name: to_bytes(values.contiguous()) for name, values in columns.items()}
-    return pb.LookReply(rows=rows, steps=steps, ids=to_bytes(ids), columns=contents)
+    return pb.LookReply(
+        rows=rows,
+        steps=steps,
+        ids=to_bytes(ids),
+        columns=contents,
+    )

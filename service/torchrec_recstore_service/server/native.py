@@ -44,7 +44,12 @@ class CallRefusedError(Exception):
             :class:`ServiceError`.
     """
 
-    def __init__(self, code: grpc.StatusCode, details: str, kind: str = "") -> None:
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        kind: str = "",
+    ) -> None:
         super().__init__(details)
         self.code = code
         self.kind = kind
@@ -53,7 +58,11 @@ class CallRefusedError(Exception):
 class NativeStatus(ctypes.Structure):
     """What a function reports besides its result. ``check`` raises it."""
 
-    _fields_ = (("code", c_int), ("details", c_char * 4096), ("error", c_char * 64))
+    _fields_ = (
+        ("code", c_int),
+        ("details", c_char * 4096),
+        ("error", c_char * 64),
+    )
 
     def check(self) -> None:
         """Raises the error that the function has reported, if it has reported one."""
@@ -96,7 +105,15 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "applied_delete": (None, [c_void_p]),
     "applied_begin": (
         c_void_p,
-        [c_void_p, c_char_p, c_int64, c_uint64, c_uint64, POINTER(c_uint64), _STATUS],
+        [
+            c_void_p,
+            c_char_p,
+            c_int64,
+            c_uint64,
+            c_uint64,
+            POINTER(c_uint64),
+            _STATUS,
+        ],
     ),
     "applied_finish": (
         None,
@@ -130,7 +147,13 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "replica_end_turn": (None, [c_void_p]),
     "replica_send": (
         None,
-        [c_void_p, c_char_p, c_uint64, POINTER(c_void_p), POINTER(c_uint64)],
+        [
+            c_void_p,
+            c_char_p,
+            c_uint64,
+            POINTER(c_void_p),
+            POINTER(c_uint64),
+        ],
     ),
     "replica_wait": (None, [c_void_p, _STATUS]),
     "replica_follow": (None, [c_void_p, c_char_p, c_int, *[c_char_p] * 6, _STATUS]),
@@ -325,17 +348,32 @@ class CallCounts(Native):
 
         ``outcome`` is ``ok``, ``cancelled`` or the name of an error class.
         """
-        self._call(self.handle, method.encode(), outcome.encode(), seconds)
+        self._call(
+            self.handle,
+            method.encode(),
+            outcome.encode(),
+            seconds,
+        )
 
     def ids(self, operation: str, table: str, count: int) -> None:
         """Records the number of ids that were pulled, pushed, updated or deleted."""
-        self._ids(self.handle, operation.encode(), table.encode(), count)
+        self._ids(
+            self.handle,
+            operation.encode(),
+            table.encode(),
+            count,
+        )
 
     def numbers(self) -> list[tuple[str, str, str, float]]:
         """Returns all counts: the kind, two labels, and the number."""
         numbers: list[tuple[str, str, str, float]] = []
 
-        def visit(kind: bytes, label: bytes, label_2: bytes, number: float) -> None:
+        def visit(
+            kind: bytes,
+            label: bytes,
+            label_2: bytes,
+            number: float,
+        ) -> None:
             numbers.append((kind.decode(), label.decode(), label_2.decode(), number))
 
         self.invoke("each", _VISIT_COUNT(visit))

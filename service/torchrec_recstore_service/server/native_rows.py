@@ -375,7 +375,12 @@ class NativeRows:
             has_row = reply.found
             rows = reply.rows
             segment = pb.SegmentReply(last=True, found=len(has_row), rows=len(rows))
-            self._reply(call, segment, _address(has_row), _address(rows))
+            self._reply(
+                call,
+                segment,
+                _address(has_row),
+                _address(rows),
+            )
             return
         for number, part in enumerate(parts, 1):
             memory = row_ops.rows_empty(1, part.size)[0]

@@ -360,7 +360,13 @@ class Pair(Native):
         )
         message = request.SerializeToString()
         addresses = (c_void_p * 4)(*[array.data_ptr() for array in arrays])
-        self.invoke("send", message, len(message), addresses, (c_uint64 * 4)(*sizes))
+        self.invoke(
+            "send",
+            message,
+            len(message),
+            addresses,
+            (c_uint64 * 4)(*sizes),
+        )
 
     def wait(self) -> None:
         """Waits until the backup, if there is one, has carried out all writes so far.

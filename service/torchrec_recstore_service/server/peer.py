@@ -50,7 +50,12 @@ class Peer:
         if access.token is not None:
             self._metadata.append((TOKEN_KEY, token_value(access.token)))
 
-    def call(self, method: str, request: Any, timeout_s: float = CALL_S) -> Any:
+    def call(
+        self,
+        method: str,
+        request: Any,
+        timeout_s: float = CALL_S,
+    ) -> Any:
         """Calls a method. Raises grpc.RpcError."""
         function = getattr(self._stub, method)
         return function(request, timeout=timeout_s, metadata=self._metadata)

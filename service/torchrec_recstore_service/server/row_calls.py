@@ -149,7 +149,13 @@ class RowCalls:
             size = ids.numel() * dim * dtype.itemsize
             if size <= most_bytes:
                 reads = [RowRead(header.table, ids, "init")]
-                read = partial(self._read, header.epoch, reads, [(dim, dtype)], [0])
+                read = partial(
+                    self._read,
+                    header.epoch,
+                    reads,
+                    [(dim, dtype)],
+                    [0],
+                )
                 return [PartRead(size, read)]
         tables = header.tables or [pb.TableIds(table=header.table, ids=len(ids))]
         counts = _checked_counts(tables, ids)
@@ -376,7 +382,12 @@ def _checked_counts(tables: Sequence[pb.TableIds], ids: Tensor) -> list[int]:
     return counts
 
 
-def _rows_of_ids(content: Tensor, ids: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+def _rows_of_ids(
+    content: Tensor,
+    ids: Tensor,
+    dtype: torch.dtype,
+    dim: int,
+) -> Tensor:
     """Returns the rows of ``ids``, (N, dim), from their bytes."""
     rows = array_of(content, dtype, dim)
     if len(rows) != len(ids):

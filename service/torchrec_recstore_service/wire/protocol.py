@@ -207,7 +207,11 @@ def from_bytes(
     return array_of(out, dtype, columns)
 
 
-def array_of(content: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
+def array_of(
+    content: Tensor,
+    dtype: torch.dtype,
+    columns: int | None = None,
+) -> Tensor:
     """Returns bytes, (n,) uint8, as a tensor without a copy.
 
     Args:

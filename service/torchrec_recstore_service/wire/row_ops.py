@@ -35,7 +35,13 @@ float32 of its rows).
 Reads the rows of each group, without a step.
 """
 rows_update: Callable[
-    [Sequence[int], Sequence[Tensor], Sequence[Tensor], Sequence[float]], None
+    [
+        Sequence[int],
+        Sequence[Tensor],
+        Sequence[Tensor],
+        Sequence[float],
+    ],
+    None,
 ] = _ops.rows_update.default
 """(groups of one feature, the ids (n,) int64 of each group, their gradients (n,
 columns) float32, learning rates).
@@ -44,7 +50,14 @@ Makes a step and an update of each group, also of those without ids. The groups 
 table in common.
 """
 rows_put: Callable[
-    [Sequence[Tensor], Tensor | None, Sequence[int], Tensor, int], None
+    [
+        Sequence[Tensor],
+        Tensor | None,
+        Sequence[int],
+        Tensor,
+        int,
+    ],
+    None,
 ] = _ops.rows_put.default
 """(out, places, counts, window, at).
 
@@ -58,7 +71,14 @@ stream,) int64, is the index of each row in the memory of all tables together, t
 table. None means all rows, in their order.
 """
 rows_take: Callable[
-    [Sequence[Tensor], Tensor | None, Sequence[int], Tensor, int], None
+    [
+        Sequence[Tensor],
+        Tensor | None,
+        Sequence[int],
+        Tensor,
+        int,
+    ],
+    None,
 ] = _ops.rows_take.default
 """(rows, places, counts, window, at).
 
