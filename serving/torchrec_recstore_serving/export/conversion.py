@@ -269,7 +269,9 @@ class Conversion:
         for number, (config, _) in enumerate(static.tables()):
             if config.name in remote_tables:
                 tables[number] = ServerTable(
-                    config.name, self._row_format, remote_tables[config.name]
+                    config.name,
+                    self._row_format,
+                    remote_tables[config.name],
                 )
         for name, table in remote_tables.items():
             if not table.zeros:
@@ -458,7 +460,9 @@ class Conversion:
         )
         self._selection.check_counted(name, len(table.ids), table.steps)
         self.untrained[name] = is_untrained(
-            rows=len(table.ids), steps=table.steps, updates=table.updates
+            rows=len(table.ids),
+            steps=table.steps,
+            updates=table.updates,
         )
         positions = self._selection.positions(table.frequency)
         if len(positions) == len(table.ids):

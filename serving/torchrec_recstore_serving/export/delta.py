@@ -307,7 +307,11 @@ def _change(table: ServedTable, base: torch.jit.ScriptModule) -> _Change:
                 " table in base"
             )
         changed = _differ(rows, old_rows).nonzero().squeeze(1)
-        return _Change(changed, rows[changed], torch.empty(0, dtype=torch.int64))
+        return _Change(
+            changed,
+            rows[changed],
+            torch.empty(0, dtype=torch.int64),
+        )
     _check_missing_row(table, old_rows[:1])
     ids = table.raw_ids()
     in_base = among(ids, old_ids)
@@ -349,7 +353,9 @@ def _known_change(
     rows_of_left_ids = base.recstore_rows_of(table.name, changed.left_ids)
     left_in_base = rows_of_left_ids[1]
     return _Change(
-        changed.ids[positions], rows[positions], changed.left_ids[left_in_base]
+        changed.ids[positions],
+        rows[positions],
+        changed.left_ids[left_in_base],
     )
 
 

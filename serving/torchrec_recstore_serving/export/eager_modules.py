@@ -272,7 +272,9 @@ class StaticEmbeddingBagCollection(_StaticCollection):
     ) -> None:
         configs = _inner_configs(tables)
         collection = EmbeddingBagCollection(
-            configs, weighted, device=torch.device("meta")
+            configs,
+            weighted,
+            device=torch.device("meta"),
         )
         for config, table in zip(configs, tables, strict=True):
             collection.embedding_bags[config.name] = ExactEmbeddingBag(
@@ -331,7 +333,9 @@ class StaticEmbeddingCollection(_StaticCollection):
         collection = EmbeddingCollection(configs, device=torch.device("meta"))
         for config, table in zip(configs, tables, strict=True):
             collection.embeddings[config.name] = nn.Embedding(
-                len(table.weight), config.embedding_dim, _weight=table.weight
+                len(table.weight),
+                config.embedding_dim,
+                _weight=table.weight,
             ).requires_grad_(False)
         set_device(collection, torch.device("cpu"))
         super().__init__(
@@ -675,7 +679,13 @@ class StaticEmbeddingBag(nn.Module):
         last_bound = bounds.new_full((1,), rows.shape[0])
         bounds = torch.cat([bounds, last_bound])
         if not self._by_torch:
-            out = pooled_in_order(rows, places, bounds, weights, self._mode == "mean")
+            out = pooled_in_order(
+                rows,
+                places,
+                bounds,
+                weights,
+                self._mode == "mean",
+            )
         else:
             if weights is not None:
                 weights = weights.to(torch.float32)

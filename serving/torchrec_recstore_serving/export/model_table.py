@@ -30,7 +30,13 @@ class ModelTable(nn.Module):
             row i is id i.
     """
 
-    def __init__(self, name: str, dim: int, row_format: str, has_ids: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        row_format: str,
+        has_ids: bool,
+    ) -> None:
         super().__init__()
         self.name = name
         self.dim = dim

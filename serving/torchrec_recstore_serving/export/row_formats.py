@@ -29,7 +29,12 @@ TYPE_NUMBERS = {"float16": 1, "int8": 2, "int4": 3}
 1.8.0.
 """
 
-FORMAT_NAMES = {0: "float32", 1: "float16", 2: "int8", 3: "int4"}
+FORMAT_NAMES = {
+    0: "float32",
+    1: "float16",
+    2: "int8",
+    3: "int4",
+}
 """The names of the row formats by FBGEMM's numbers."""
 
 _ALIGNMENT = 16  # bytes; torchrec.quant's DEFAULT_ROW_ALIGNMENT (TorchRec 1.8.0)

@@ -177,7 +177,9 @@ class ServedEmbeddingBagCollection(nn.Module):
             pooled = table.pooled(values, lengths, weights, self._means[number])  # type: ignore[operator]
             outputs.append(side_by_side(pooled, len(names)))
         return KeyedTensor(
-            keys=self._keys, length_per_key=self._dims, values=torch.cat(outputs, dim=1)
+            keys=self._keys,
+            length_per_key=self._dims,
+            values=torch.cat(outputs, dim=1),
         )
 
 

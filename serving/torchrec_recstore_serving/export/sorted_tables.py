@@ -322,7 +322,9 @@ class ServedTable(TableWithRows):
         self.give_tensors(tensors)
         if self.name + "/ids" in delta:
             tensors[self.name + "/rows"] = self.rows.index_copy(
-                0, delta[self.name + "/ids"], delta[self.name + "/rows"]
+                0,
+                delta[self.name + "/ids"],
+                delta[self.name + "/rows"],
             )
 
     @torch.jit.export

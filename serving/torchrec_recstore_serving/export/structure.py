@@ -91,7 +91,12 @@ class _Description:
                 parts.append((path, first))
                 continue
             parts.append(
-                (path, type(module), self._tensors(module), self._attributes(module))
+                (
+                    path,
+                    type(module),
+                    self._tensors(module),
+                    self._attributes(module),
+                )
             )
         return parts
 
@@ -167,7 +172,11 @@ class _Description:
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, types.MethodType):
-            return (kind, self._value(value.__func__), self._value(value.__self__))
+            return (
+                kind,
+                self._value(value.__func__),
+                self._value(value.__self__),
+            )
         if isinstance(value, functools.partial):
             return (
                 kind,

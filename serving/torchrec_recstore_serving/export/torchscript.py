@@ -113,7 +113,9 @@ def save_script(
         if error.strerror is None:
             raise
         raise OSError(
-            error.errno, f"cannot be written: {error.strerror}", str(path)
+            error.errno,
+            f"cannot be written: {error.strerror}",
+            str(path),
         ) from error
 
 
@@ -143,11 +145,19 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
             method, or a module or tensor has a name that TorchScript reserves.
     """
     script, _ = compiled(served)
-    set_version(script, version_of(served, script), script.recstore_attributes())
+    set_version(
+        script,
+        version_of(served, script),
+        script.recstore_attributes(),
+    )
     return script
 
 
-def set_version(script: torch.jit.ScriptModule, version: str, attributes: str) -> None:
+def set_version(
+    script: torch.jit.ScriptModule,
+    version: str,
+    attributes: str,
+) -> None:
     """Sets the version and the checksum of the attributes in each table."""
     for _, module in script.named_modules(remove_duplicate=False):
         if hasattr(module, "row_format"):

@@ -35,7 +35,11 @@ _MOST_DIMENSIONS = 16
 _MOST_ARGUMENTS = 1024
 _NO_BAGS = "each feature must have a list of bags, which are lists of ids"
 _GREATEST = torch.finfo(torch.float32).max
-_JSON_KINDS = {dict: "an object", list: "a list", type(None): "null"}
+_JSON_KINDS = {
+    dict: "an object",
+    list: "a list",
+    type(None): "null",
+}
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 _INTEGERS = "ids and lengths are integers"
 _NO_FLOATS = (
@@ -52,7 +56,11 @@ _NO_INTEGER = {float: _NO_FLOATS, str: _NO_TEXTS}
 def array_of(tensor: Tensor) -> Any:
     """Returns a tensor as an ``Array`` of predictor.proto."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return pb.Array(dtype=dtype, shape=list(tensor.shape), data=to_bytes(tensor))
+    return pb.Array(
+        dtype=dtype,
+        shape=list(tensor.shape),
+        data=to_bytes(tensor),
+    )
 
 
 def tensor_of(array: Any, name: str) -> Tensor:
@@ -185,7 +193,12 @@ def _bags_of_parts(value: dict[str, Any], name: str) -> JaggedArgument:
     lengths = _vector(value["lengths"], name, ".lengths")
     weights: Tensor | None = None
     if value.get("weights") is not None:
-        weights = _vector(value["weights"], name, ".weights", integers=False)
+        weights = _vector(
+            value["weights"],
+            name,
+            ".weights",
+            integers=False,
+        )
     return bags(keys, values, lengths, weights, name)
 
 
@@ -275,7 +288,12 @@ def _tensor(value: Any, name: str) -> Tensor:
             raise _uneven(name, level, sizes, shape)
         shape.append(sizes[0])
         level = list(chain.from_iterable(level))
-    tensor = _numbers(level, kinds, name, lambda number: _place(number, shape))
+    tensor = _numbers(
+        level,
+        kinds,
+        name,
+        lambda number: _place(number, shape),
+    )
     return tensor.view(shape)
 
 
@@ -317,14 +335,25 @@ def _uneven(
     )
 
 
-def _vector(value: Any, name: str, place: str, *, integers: bool = True) -> Tensor:
+def _vector(
+    value: Any,
+    name: str,
+    place: str,
+    *,
+    integers: bool = True,
+) -> Tensor:
     """Converts a list of integers to int64, or a list of numbers to float32.
 
     An empty list is an empty vector.
     """
     if not isinstance(value, list):
         kind = "integers" if integers else "numbers"
-        raise _refused(name, place, value, f"it must be a list of {kind}")
+        raise _refused(
+            name,
+            place,
+            value,
+            f"it must be a list of {kind}",
+        )
     if not value:
         return _NO_IDS if integers else _NO_IDS.float()
     kinds = set(map(type, value))
@@ -351,7 +380,12 @@ def _numbers(
         return torch.tensor(numbers)
     if not kinds <= {int, float}:
         wrong = _first(numbers, lambda entry: type(entry) not in (int, float))
-        raise _refused(name, place(wrong), numbers[wrong], "it must be a number")
+        raise _refused(
+            name,
+            place(wrong),
+            numbers[wrong],
+            "it must be a number",
+        )
     if kinds == {int}:
         try:
             return torch.tensor(numbers, dtype=torch.int64)

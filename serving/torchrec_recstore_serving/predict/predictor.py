@@ -235,7 +235,11 @@ class Predictor:
         for name in AGES:
             if not math.isfinite(state[name]):
                 state[name] = None
-        return {**state, "not_ready": self.not_ready(), **self._batcher.report()}
+        return {
+            **state,
+            "not_ready": self.not_ready(),
+            **self._batcher.report(),
+        }
 
     def close(self) -> None:
         """Answers the requests that wait, and stops following."""
@@ -344,7 +348,11 @@ def serve_predictions(
         trusts = {
             name: predictor.follower.trusts for name, predictor in predictors.items()
         }
-        ready(server.address, None if http is None else http.address, trusts)
+        ready(
+            server.address,
+            None if http is None else http.address,
+            trusts,
+        )
         reported = time.monotonic()
         while not stop.wait(min(_LOOK_S, options.report_s)):
             for name in serving:

@@ -445,7 +445,12 @@ class Follower:
                     return base is not None and base != current.version
         return False
 
-    def _apply(self, current: Publication, latest: Latest, folder: Path) -> str | None:
+    def _apply(
+        self,
+        current: Publication,
+        latest: Latest,
+        folder: Path,
+    ) -> str | None:
         """Applies the delta after ``current``.
 
         Returns the reason if that is not possible.
@@ -659,7 +664,9 @@ def _start_closer() -> None:
         return  # The thread that starts the follower outlives the main thread.
     if _closer is None or not _closer.is_alive():
         _closer = threading.Thread(
-            target=_close_at_end, name="followers-end", daemon=False
+            target=_close_at_end,
+            name="followers-end",
+            daemon=False,
         )
         _closer.start()
 

@@ -96,7 +96,9 @@ def described_publications(
 
 
 def _files_of(
-    place: DirectoryPublications, publication: Publication, oldest_full: int
+    place: DirectoryPublications,
+    publication: Publication,
+    oldest_full: int,
 ) -> dict[Kind, Path]:
     """Returns the files of a publication that followers may need, by kind."""
     kinds: list[Kind] = []

@@ -249,7 +249,11 @@ def _signature(fields: Mapping[str, Any], key: Key) -> str:
     return key.sign("record", json.dumps(fields, sort_keys=True).encode())
 
 
-def latest_of(text: str | bytes, location: object, key: Key | None = None) -> Latest:
+def latest_of(
+    text: str | bytes,
+    location: object,
+    key: Key | None = None,
+) -> Latest:
     """Returns the :class:`Latest` of a text that :func:`described` has made.
 
     Raises:
@@ -455,7 +459,9 @@ class DirectoryPublications:
         is_publisher = self._lock is not None
         try:
             return latest_of(
-                path.read_bytes(), path, None if is_publisher else self._key
+                path.read_bytes(),
+                path,
+                None if is_publisher else self._key,
             )
         except FileNotFoundError:
             return None

@@ -205,7 +205,12 @@ class RedisPublications:
     def publication(self, number: int) -> Publication:
         """See :meth:`Publications.publication`."""
         text = self._entry(number)[b"publication"]
-        return publication_of(text, number, f"{self}, {number}-0", self._signing)
+        return publication_of(
+            text,
+            number,
+            f"{self}, {number}-0",
+            self._signing,
+        )
 
     def fetch(self, number: int, kind: Kind, folder: Path) -> Path:
         """See :meth:`Publications.fetch`."""
@@ -236,7 +241,9 @@ class RedisPublications:
         milliseconds = max(1, int(1000 * min(seconds, _BLOCK_S)))
         self._call_once(
             lambda: self._client.xread(
-                {self._stream: f"{number}-0"}, count=1, block=milliseconds
+                {self._stream: f"{number}-0"},
+                count=1,
+                block=milliseconds,
             )
         )
 
@@ -293,7 +300,12 @@ class RedisPublications:
                 data = file.read(_PART_BYTES)
                 keys.append(self._key(number, kind, len(keys)))
                 self._call(
-                    partial(self._client.set, keys[-1], data, ex=_UPLOAD_SECONDS)
+                    partial(
+                        self._client.set,
+                        keys[-1],
+                        data,
+                        ex=_UPLOAD_SECONDS,
+                    )
                 )
                 if len(data) < _PART_BYTES:
                     return keys
@@ -348,7 +360,11 @@ class RedisPublications:
             piece = old_keys[begin : begin + _DELETED_AT_ONCE]
             self._client.unlink(*piece)
             self._client.zrem(names, *piece)
-        self._client.xtrim(self._stream, minid=f"{older_full}-0", approximate=False)
+        self._client.xtrim(
+            self._stream,
+            minid=f"{older_full}-0",
+            approximate=False,
+        )
 
     def _call(self, action: Callable[[], _Result]) -> _Result:
         """Calls ``action``.

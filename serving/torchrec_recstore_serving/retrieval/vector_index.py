@@ -67,7 +67,12 @@ class VectorIndex:
             vectors of the index.
     """
 
-    def __init__(self, index: Any, min_recall: float, queries: Tensor | None) -> None:
+    def __init__(
+        self,
+        index: Any,
+        min_recall: float,
+        queries: Tensor | None,
+    ) -> None:
         self.index = index
         self._minus_one: Tensor | None = None
         """(D,) float32. The vector of the id -1. None: there is none."""
