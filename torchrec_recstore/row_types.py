@@ -49,14 +49,18 @@ def value_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the data type of lookups from a table of ``dtype``: float32 for 8-bit
     rows, else ``dtype``.
     """
-    return torch.float32 if dtype is torch.int8 else dtype
+    if dtype is torch.int8:
+        return torch.float32
+    return dtype
 
 
 def stored_columns(dtype: torch.dtype, columns: int) -> int:
     """Returns the number of columns of the stored weights of ``columns`` columns of a
     table of ``dtype``.
     """
-    return columns + GRID_BYTES if dtype is torch.int8 else columns
+    if dtype is torch.int8:
+        return columns + GRID_BYTES
+    return columns
 
 
 def row_bytes(dtype: torch.dtype, columns: int) -> int:
@@ -65,7 +69,9 @@ def row_bytes(dtype: torch.dtype, columns: int) -> int:
     It is a multiple of 4.
     """
     code_bytes = aligned(columns * dtype.itemsize, 4)
-    return code_bytes + GRID_BYTES if dtype is torch.int8 else code_bytes
+    if dtype is torch.int8:
+        return code_bytes + GRID_BYTES
+    return code_bytes
 
 
 def as_numbers(content: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,7 +110,9 @@ def has_finite_sum(stored: Tensor) -> bool:
     if stored.dtype is not torch.uint8:
         return math.isfinite(stored.sum(dtype=torch.float32))
     grid = as_numbers(stored[:, -GRID_BYTES:], torch.float32)
-    largest = grid[:, 0].abs() * _TOP + grid[:, 1].abs()
+    scale = grid[:, 0].abs()
+    bias = grid[:, 1].abs()
+    largest = scale * _TOP + bias
     return math.isfinite(largest.sum())
 
 
@@ -119,9 +127,10 @@ def as_stored(weights: Tensor, dtype: torch.dtype) -> Tensor:
     stored_dtype = torch.uint8 if dtype is torch.int8 else dtype
     if weights.dtype is stored_dtype:
         return weights
+    numbers = values(weights)
     if dtype is torch.int8:
-        return _quantized(values(weights))
-    return values(weights).to(dtype)
+        return _quantized(numbers)
+    return numbers.to(dtype)
 
 
 def columns_of(stored: Tensor, columns: slice) -> Tensor:
@@ -145,8 +154,10 @@ def joined_columns(parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
     numbers = []
     for part in parts:
-        is_of_8_bits = part.dtype is torch.uint8
-        numbers.append(values(part) if is_of_8_bits else part)
+        if part.dtype is torch.uint8:
+            numbers.append(values(part))
+        else:
+            numbers.append(part)
     return torch.cat(numbers, dim=1)
 
 
@@ -161,14 +172,18 @@ def _quantized(weights: Tensor) -> Tensor:
     is_constant = spread < 2.0**-100
 
     # The scale has 16 significant bits.
-    bits = (spread * torch.tensor(1 / _TOP)).view(torch.int32)
-    scale = ((bits + 0x80) & ~0xFF).view(torch.float32)
+    exact_scale = spread * torch.tensor(1 / _TOP)
+    bits = exact_scale.view(torch.int32)
+    rounded_bits = (bits + 0x80) & ~0xFF
+    scale = rounded_bits.view(torch.float32)
     inverse = torch.where(is_constant, 0.0, _UNIT / scale)
 
     most_steps = _TOP * _UNIT
-    steps = ((weights - least) * inverse).clamp(max=most_steps)
-    steps = torch.where(is_finite, steps, most_steps).to(torch.int32)
-    codes = ((steps + _UNIT // 2) >> 16).to(torch.uint8)
+    steps = (weights - least) * inverse
+    steps = steps.clamp(max=most_steps)
+    steps = torch.where(is_finite, steps, most_steps)
+    rounded_steps = steps.to(torch.int32) + _UNIT // 2
+    codes = (rounded_steps >> 16).to(torch.uint8)
 
     scale = torch.where(is_constant, 0.0, scale)
     bias = least + 0.0  # without a negative zero

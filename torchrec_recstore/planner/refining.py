@@ -45,14 +45,10 @@ def check_sharding_type_ms(milliseconds: Mapping[str, float]) -> None:
     """Refuses sharding types other than ``REFINED``, and times that are no numbers."""
     for kind, value in milliseconds.items():
         if kind not in REFINED:
-            raise ValueError(
-                f"sharding_type_ms must have only {' and '.join(REFINED)}, got {kind!r}"
-            )
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 <= value < math.inf
-        ):
+            allowed = " and ".join(REFINED)
+            raise ValueError(f"sharding_type_ms must have only {allowed}, got {kind!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf:
             raise ValueError(
                 f"sharding_type_ms[{kind!r}] must be a finite number of at least 0, got"
                 f" {value!r}"
@@ -85,6 +81,7 @@ def refined(
             and option.is_pooled
         ):
             choices[option.fqn, option.sharding_type] = option
+
     fixed = []
     places: dict[str, _Place] = {}
     for option in plan:
@@ -96,6 +93,7 @@ def refined(
     cost = _Cost(choices, fixed, topology, sharding_type_ms)
     if not places:
         return plan
+
     starts = [places]
     for sharding_type in REFINED:
         start = _of_one_type(sharding_type, list(places), cost)
@@ -103,6 +101,7 @@ def refined(
             starts.append(start)
     ends = [_best_from(start, cost) for start in starts]
     places = min(ends, key=cost.step_ms)
+
     moved = []
     for option in plan:
         if option.fqn in places and (option.fqn, option.sharding_type) in choices:
@@ -139,17 +138,23 @@ def _of_one_type(
             return None
     if sharding_type == "row_wise":
         places = dict.fromkeys(tables, cost.everywhere)
-        return places if cost.fits(cost.load(places)) else None
+        load = cost.load(places)
+        return places if cost.fits(load) else None
+
     lookup_ms: dict[str, float] = {}
     for table in tables:
-        load = cost.load({table: _Place(sharding_type, (0,))})
+        first_rank = _Place(sharding_type, (0,))
+        load = cost.load({table: first_rank})
         lookup_ms[table] = float(load[0, _LOOKUPS])
+
     places = {}
-    for table in sorted(tables, key=lambda name: -lookup_ms[name]):
+    longest_first = sorted(tables, key=lambda name: -lookup_ms[name])
+    for table in longest_first:
         best: dict[str, _Place] | None = None
         best_ms = math.inf
         for rank in range(cost.ranks):
-            candidate = {**places, table: _Place(sharding_type, (rank,))}
+            place = _Place(sharding_type, (rank,))
+            candidate = {**places, table: place}
             load = cost.load(candidate)
             if cost.fits(load):
                 step_ms, _ = cost.slowest(candidate, load)
@@ -234,23 +239,16 @@ class _Cost:
         self.everywhere = _Place("row_wise", tuple(range(self.ranks)))
         self._type_ms = sharding_type_ms
         self._device = str(topology.compute_device)
-        hosts = torch.arange(self.ranks) // int(topology.local_world_size)
-        bandwidths = topology.comms_bandwidths
-        same_host = hosts[:, None] == hosts[None, :]
-        self._ms_per_byte = torch.where(
-            same_host,
-            1 / bandwidths.intra_host_bw,
-            1 / bandwidths.inter_host_bw,
-        ).double()
-        self._ms_per_byte.fill_diagonal_(0)
-        self._fixed_ms = torch.zeros(self.ranks, dtype=torch.float64)
-        self._free_bytes = torch.stack(
-            [_bytes_of(device.storage) for device in topology.devices]
-        )
+        self._ms_per_byte = _ms_per_byte(topology)
         self._loads: dict[tuple[str, _Place], Tensor] = {}
-        # the path is the collection's
-        self._fixed_types = {(option.path, option.sharding_type) for option in fixed}
+
+        self._fixed_ms = torch.zeros(self.ranks, dtype=torch.float64)
+        bytes_of_ranks = [_bytes_of(device.storage) for device in topology.devices]
+        self._free_bytes = torch.stack(bytes_of_ranks)
+        self._fixed_types: set[tuple[str, str]] = set()
         for option in fixed:
+            # the path is the collection's
+            self._fixed_types.add((option.path, option.sharding_type))
             for shard in option.shards:
                 self._fixed_ms[shard.rank] += shard.perf.total
                 self._free_bytes[shard.rank] -= _bytes_of(shard.storage)
@@ -264,7 +262,8 @@ class _Cost:
 
     def step_ms(self, places: Mapping[str, _Place]) -> float:
         """Returns the milliseconds of the slowest rank."""
-        milliseconds, _ = self.slowest(places, self.load(places))
+        load = self.load(places)
+        milliseconds, _ = self.slowest(places, load)
         return milliseconds
 
     def slowest(self, places: Mapping[str, _Place], load: Tensor) -> tuple[float, int]:
@@ -273,9 +272,11 @@ class _Cost:
         ``load`` is that of the places.
         """
         # A rank sends and receives at the same time.
-        exchanged_ms = load[:, _EXCHANGES].view(self.ranks, len(COLLECTIVES), 2)
-        collectives_ms = exchanged_ms.amax(dim=2).sum(dim=1)
+        exchanges_ms = load[:, _EXCHANGES].view(self.ranks, len(COLLECTIVES), 2)
+        longer_ms = exchanges_ms.amax(dim=2)
+        collectives_ms = longer_ms.sum(dim=1)
         rank_ms = self._fixed_ms + load[:, _LOOKUPS] + collectives_ms
+
         types = set(self._fixed_types)
         for table, place in places.items():
             option = self.choices[table, place.sharding_type]
@@ -283,7 +284,9 @@ class _Cost:
         types_ms = 0.0
         for _, sharding_type in types:
             types_ms += self._type_ms.get(sharding_type, 0.0)
-        return float(rank_ms.max()) + types_ms, int(rank_ms.argmax())
+
+        slowest_ms = float(rank_ms.max()) + types_ms
+        return slowest_ms, int(rank_ms.argmax())
 
     def fits(self, load: Tensor) -> bool:
         """Returns whether every rank has the memory."""
@@ -312,8 +315,20 @@ class _Cost:
         option = self.choices[table, place.sharding_type]
         load = self._no_load()
         for shard, rank in zip(option.shards, place.ranks, strict=True):
-            load[rank, _LOOKUPS] += shard.perf.fwd_compute + shard.perf.bwd_compute
+            lookups_ms = shard.perf.fwd_compute + shard.perf.bwd_compute
+            load[rank, _LOOKUPS] += lookups_ms
             load[rank, _MEMORY] += _bytes_of(shard.storage)
+        self._add_exchanges(load, option, place)
+        self._loads[table, place] = load
+        return load
+
+    def _add_exchanges(
+        self,
+        load: Tensor,
+        option: ShardingOption,
+        place: _Place,
+    ) -> None:
+        """Writes the milliseconds of the collectives of a table to its load."""
         placed = PlacedTable(
             place.sharding_type,
             place.ranks,
@@ -322,14 +337,16 @@ class _Cost:
             ids_per_sample=sum(option.input_lengths),
             weighted=bool(option.is_weighted),
         )
-        has_shard = torch.zeros(self.ranks, dtype=torch.float64)
-        has_shard[list(place.ranks)] = 1
         owner = place.ranks[0]
         peer = (owner + 1) % self.ranks
+
         # The milliseconds a byte: of each rank with all ranks that have a shard, and of
         # each rank that has a shard with all ranks.
+        has_shard = torch.zeros(self.ranks, dtype=torch.float64)
+        has_shard[list(place.ranks)] = 1
         to_shards = self._ms_per_byte @ has_shard
         from_shards = has_shard * self._ms_per_byte.sum(1)
+
         for number, name in enumerate(COLLECTIVES):
             # Each rank sends inputs and gradients to each rank with a shard, which
             # sends pooled rows back.
@@ -343,10 +360,23 @@ class _Cost:
                 receive_ms = from_shards
             size *= library_factor(name, self._device)
             send_column = _EXCHANGES.start + 2 * number
+            receive_column = send_column + 1
             load[:, send_column] = size * send_ms
-            load[:, send_column + 1] = size * receive_ms
-        self._loads[table, place] = load
-        return load
+            load[:, receive_column] = size * receive_ms
+
+
+def _ms_per_byte(topology: Topology) -> Tensor:
+    """Returns the milliseconds of a byte between two ranks, (R, R) float64."""
+    ranks = int(topology.world_size)
+    hosts = torch.arange(ranks) // int(topology.local_world_size)
+    is_same_host = hosts[:, None] == hosts[None, :]
+    bandwidths = topology.comms_bandwidths
+    milliseconds = torch.where(
+        is_same_host,
+        1 / bandwidths.intra_host_bw,
+        1 / bandwidths.inter_host_bw,
+    ).double()
+    return milliseconds.fill_diagonal_(0)
 
 
 def _bytes_of(storage: Storage) -> Tensor:

@@ -40,7 +40,9 @@ class ColdExpiry:
 
     def __init__(self, expiry: Expiry | None) -> None:
         self._by_time = expiry is not None and expiry.seconds is not None
-        self._steps = 0 if expiry is None or expiry.steps is None else expiry.steps
+        self._steps = 0
+        if expiry is not None and expiry.steps is not None:
+            self._steps = expiry.steps
         # rows expire in the steps that are multiples of this number
         self._every = max(1, self._steps // 4)
         self.expires = expiry is not None
@@ -77,17 +79,21 @@ class ColdExpiry:
             return max(1, self._steps // 2)
         if not self._ticks:
             return 1
-        return max(1, (self._ticks[-1] - self._ticks[0]) // 2)
+        steps_of_ticks = self._ticks[-1] - self._ticks[0]
+        return max(1, steps_of_ticks // 2)
 
     def counts(self, stamps: Tensor) -> Counter[int]:
         """Returns how many of the rows with these images, or the last STAMP_BYTES of
         these, are counted together.
         """
         marks = last_marks(stamps)
-        known_marks = marks * (marks >= self._known_from)
+        is_known = marks >= self._known_from
+        known_marks = marks * is_known
         keys = self._expiry_keys(stamps) * _MARKS + known_marks
-        distinct, numbers = torch.unique(keys, return_counts=True)
-        return Counter(dict(zip(distinct.tolist(), numbers.tolist(), strict=True)))
+
+        distinct_keys, numbers = torch.unique(keys, return_counts=True)
+        pairs = zip(distinct_keys.tolist(), numbers.tolist(), strict=True)
+        return Counter(dict(pairs))
 
     def _expiry_keys(self, stamps: Tensor) -> Tensor:
         """Returns the part of each row's key that tells when it expires, (N,) int64."""
@@ -102,7 +108,8 @@ class ColdExpiry:
         if self.expires:
             # A row expires in the first multiple of _every above its last step plus
             # _steps.
-            return (last_steps(stamps) + self._steps) // self._every
+            unused_until = last_steps(stamps) + self._steps
+            return unused_until // self._every
         return torch.zeros(len(stamps), dtype=torch.int64)
 
     def add(self, stamps: Tensor) -> None:
@@ -127,8 +134,10 @@ class ColdExpiry:
     def _count_all(self) -> None:
         """Counts the stamps that wait."""
         if self._added or self._taken:
-            added_counts = self.counts(torch.cat([_NO_STAMPS, *self._added]))
-            taken_counts = self.counts(torch.cat([_NO_STAMPS, *self._taken]))
+            added = torch.cat([_NO_STAMPS, *self._added])
+            taken = torch.cat([_NO_STAMPS, *self._taken])
+            added_counts = self.counts(added)
+            taken_counts = self.counts(taken)
             # The difference drops counts below zero: rows of a shared store are taken
             # and have not been added.
             self._counts = self._counts + added_counts - taken_counts
@@ -144,12 +153,16 @@ class ColdExpiry:
 
         Forgets marks that are too old for this call.
         """
-        self._known_from = max(self._known_from, last_mark - 2 * KNOWN_MARKS - 1)
+        oldest_known = last_mark - 2 * KNOWN_MARKS - 1
+        self._known_from = max(self._known_from, oldest_known)
         self._count_all()
+
         for key in list(self._counts):
             key_mark = key % _MARKS
             if 0 < key_mark < self._known_from:
-                self._counts[key - key_mark] += self._counts.pop(key)
+                unknown_key = key - key_mark
+                self._counts[unknown_key] += self._counts.pop(key)
+
         changed = 0
         for key, rows in self._counts.items():
             if key % _MARKS >= mark:
@@ -187,7 +200,8 @@ class ColdExpiry:
     def _is_expired(self, expiry_key: int) -> bool:
         if self._by_time:
             return 0 <= expiry_key <= self.valid_from
-        return expiry_key * self._every - self._steps < self.valid_from
+        earliest_last_step = expiry_key * self._every - self._steps
+        return earliest_last_step < self.valid_from
 
     def valid_from_at(self, steps: int) -> int:
         """Returns the value of :attr:`valid_from` if the table's clock is set to
@@ -198,7 +212,8 @@ class ColdExpiry:
         if not self.expires:
             return 0
         last_expiry = steps // self._every * self._every
-        return max(0, min(self.valid_from, last_expiry - self._steps))
+        expired_before = last_expiry - self._steps
+        return max(0, min(self.valid_from, expired_before))
 
     def loses_ticks(self, steps: int) -> bool:
         """Returns whether ticks are lost if the table's clock is set to ``steps``, so
@@ -214,7 +229,9 @@ class ColdExpiry:
         self.valid_from = times[_EXPIRED_BEFORE]
         self._ticks = times[_FIRST_TICK::2]
         self._drop_uncounted()
-        self._counts = self.counts(stamps[last_steps(stamps) >= self.valid_from])
+
+        is_alive = last_steps(stamps) >= self.valid_from
+        self._counts = self.counts(stamps[is_alive])
         self.rows = self._counts.total()
 
     def _note_ticks(self, ticks: list[int]) -> None:
@@ -225,7 +242,8 @@ class ColdExpiry:
                 continue
             self._ticks.append(tick)
             for key in list(self._counts):
+                mark = key % _MARKS
                 last_step = -1 - key // _MARKS
                 if key < 0 and last_step < tick:
-                    new_key = tick * _MARKS + key % _MARKS
+                    new_key = tick * _MARKS + mark
                     self._counts[new_key] += self._counts.pop(key)

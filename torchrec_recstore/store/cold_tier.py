@@ -138,20 +138,22 @@ class ColdTier(MemoryTier):
             absent = ops.table_absent(self._handle, ids)
             if len(absent) == 0:
                 return
+
             is_cold, images, _ = self._fetch(absent, self._staged)
+            is_lookup = arrival == "lookup"
             new_ids = absent[~is_cold]
             admitted = len(new_ids)
             if arrival != "write" and admitted:
-                is_lookup = arrival == "lookup"
                 admits = ops.table_admits(self._handle, new_ids, is_lookup)
                 admitted = int(admits.sum())
+
             self._make_room(ids, len(images) + admitted)
             if len(images):
                 ops.table_bring_back(
                     self._handle,
                     absent[is_cold],
                     images,
-                    arrival == "lookup",
+                    is_lookup,
                 )
                 self.expiry.take(images)
             self._outdate(absent)
@@ -184,12 +186,16 @@ class ColdTier(MemoryTier):
         """
         absent = ops.table_absent(self._handle, ids)
         with self.lock:
-            cold_ids = absent[self._may_be_cold(absent)].sort().values
+            may_be_cold = self._may_be_cold(absent)
+            cold_ids = absent[may_be_cold].sort().values
             for staged_ids, _ in self._staged:
-                cold_ids = cold_ids[~among(cold_ids, staged_ids)]
+                is_staged = among(cold_ids, staged_ids)
+                cold_ids = cold_ids[~is_staged]
+
             self._fetching += 1
             forgotten = self._forgotten
             store = self.store
+
         fetched: _Rows | None = None
         try:
             if len(cold_ids):
@@ -216,19 +222,22 @@ class ColdTier(MemoryTier):
         """See :meth:`MemoryTier.read_into`."""
         cold_ids, images = self.read(ids)
         is_cold = among(ids, cold_ids)
-        weights = self._layout.unpacked(images)[0]
+        weights, *_ = self._layout.unpacked(images)
         positions = torch.searchsorted(cold_ids, ids[is_cold])
-        rows[is_cold] = values(weights[positions]).to(rows.dtype)
+        cold_rows = values(weights[positions])
+        rows[is_cold] = cold_rows.to(rows.dtype)
 
     def export(self, ids: Tensor) -> ops.RowTensors:
         """See :meth:`MemoryTier.export`."""
         cold_ids, images = self.read(ids)
         is_cold = among(ids, cold_ids)
-        resident = super().export(ids[~is_cold])
+        is_resident = ~is_cold
+        resident = super().export(ids[is_resident])
         cold = self._layout.unpacked(images)
+
         # the places of the ids in a list of all resident rows and then all cold rows
-        places = (~is_cold).cumsum(0) - 1
-        resident_rows = int((~is_cold).sum())
+        places = is_resident.cumsum(0) - 1
+        resident_rows = int(is_resident.sum())
         cold_places = torch.searchsorted(cold_ids, ids[is_cold])
         places[is_cold] = resident_rows + cold_places
 
@@ -261,19 +270,22 @@ class ColdTier(MemoryTier):
         """
         with self.lock:
             removed = 0
-            for part in torch.split(torch.unique(ids), _PART):
+            distinct_ids = torch.unique(ids)
+            for part in torch.split(distinct_ids, _PART):
                 cold_ids, images, expired_ids = self._read_with_expired(part)
+
                 # before memory: if the store fails, other jobs still use the rows
                 if self.shared:
                     with self._calls:
                         self.store.delete(part)
                     self._outdate(part)
+
                 ops.table_note_left(self._handle, cold_ids)
                 # before they are deleted, so that no sweep sees them
                 self._record_expired(expired_ids)
                 self.expiry.take(images)
-                removed += len(cold_ids)
-                removed += int(ops.table_remove(self._handle, part))
+                resident_rows = int(ops.table_remove(self._handle, part))
+                removed += len(cold_ids) + resident_rows
                 if not self.shared:
                     self._delete(part)
             return removed
@@ -286,8 +298,9 @@ class ColdTier(MemoryTier):
         with self.lock:
             rows = 0
             for begin in range(0, len(ids), _PART):
-                part_ids = ids[begin : begin + _PART]
-                part_scores = scores[begin : begin + _PART]
+                end = begin + _PART
+                part_ids = ids[begin:end]
+                part_scores = scores[begin:end]
                 rows += self._set_cold_scores(part_ids, part_scores)
                 rows += super().set_scores(part_ids, part_scores)
             return rows
@@ -298,15 +311,21 @@ class ColdTier(MemoryTier):
         Returns the number of these rows.
         """
         cold_ids, images = self.read(ids)
-        ascending = ids.sort()
-        places = torch.searchsorted(ascending.values, cold_ids)
-        cold_scores = scores[ascending.indices[places]]
-        scored = ops.table_score_images(self._handle, cold_ids, cold_scores, images)
+        ascending_ids, order = ids.sort()
+        places = torch.searchsorted(ascending_ids, cold_ids)
+        cold_scores = scores[order[places]]
+
+        scored_images = ops.table_score_images(
+            self._handle,
+            cold_ids,
+            cold_scores,
+            images,
+        )
         if len(cold_ids):
-            self._put(cold_ids, scored)
+            self._put(cold_ids, scored_images)
             self._outdate(cold_ids)
             self.expiry.take(images)
-            self.expiry.add(scored)
+            self.expiry.add(scored_images)
         return len(cold_ids)
 
     def bury_expired(self) -> None:
@@ -323,7 +342,8 @@ class ColdTier(MemoryTier):
                 parts.append(self._shared_ids())
             else:
                 for cold_ids, images in self.scan():
-                    parts.append(cold_ids[self._valid(cold_ids, images)])
+                    is_valid = self._valid(cold_ids, images)
+                    parts.append(cold_ids[is_valid])
         ids: Tensor = torch.unique(torch.cat(parts))
         return ids
 
@@ -340,7 +360,8 @@ class ColdTier(MemoryTier):
         """
         with self.lock:
             ids = self._shared_ids().sort().values
-            return ids[~among(ids, ops.table_ids(self._handle))]
+            is_resident = among(ids, ops.table_ids(self._handle))
+            return ids[~is_resident]
 
     def flush(self) -> None:
         """See :meth:`Table.flush`."""
@@ -352,8 +373,10 @@ class ColdTier(MemoryTier):
                 ids = self._changed()
             else:
                 ids = ops.table_ids(self._handle)
+
             for part in torch.split(ids, _PART):
-                self._put(part, self._images(part))
+                images = self._images(part)
+                self._put(part, images)
             self._written = mark
 
     def release(self) -> None:
@@ -363,6 +386,7 @@ class ColdTier(MemoryTier):
         with self.lock:
             self.flush()
             self._forget_staged()
+
             resident = ops.table_ids(self._handle)
             rows_of_part = max(_PART, ceil_div(len(resident), _RELEASES))
             for ids in torch.split(resident, rows_of_part):
@@ -382,9 +406,11 @@ class ColdTier(MemoryTier):
                 # the new clock.
                 self._bury()
                 self._sweep = None
+
             stamps: Tensor | None = None
             if times or self.expiry.loses_ticks(steps):
                 stamps = self._stamps()
+
             self.expiry.valid_from = min(valid_from, self.expiry.valid_from)
             super().set_clock(steps, times)
             if stamps is not None:
@@ -422,7 +448,8 @@ class ColdTier(MemoryTier):
         """Returns what :meth:`read` returns, and the ids of expired rows, (n,) int64,
         which the store still has.
         """
-        absent = ops.table_absent(self._handle, ids).sort().values
+        absent = ops.table_absent(self._handle, ids)
+        absent = absent.sort().values
         # Other jobs may have written to a shared store since rows were staged for a
         # training step.
         staged = () if self.shared else self._staged
@@ -447,6 +474,7 @@ class ColdTier(MemoryTier):
         if not parts:
             no_images = torch.empty(0, self.image_bytes, dtype=torch.uint8)
             return is_cold, no_images, expired
+
         positions, images = _in_order(parts)
         if self.expiry.expires:
             is_alive = last_steps(images) >= self.expiry.valid_from
@@ -455,7 +483,8 @@ class ColdTier(MemoryTier):
             positions = positions[alive]
             images = images.index_select(0, alive)
         if self.shared:
-            images = with_last_steps_up_to(images, ops.table_steps(self._handle))
+            steps = ops.table_steps(self._handle)
+            images = with_last_steps_up_to(images, steps)
         is_cold[positions] = True
         return is_cold, images, expired
 
@@ -469,18 +498,22 @@ class ColdTier(MemoryTier):
         missing = torch.arange(len(ids))
         if len(self.dead):  # a prefetch may have read them
             missing = missing[~among(ids, self.dead)]
+
         for staged_ids, staged_images in staged:
             if len(staged_ids) == 0 or len(missing) == 0:
                 continue
-            places = torch.searchsorted(staged_ids, ids[missing])
+            missing_ids = ids[missing]
+            places = torch.searchsorted(staged_ids, missing_ids)
             places.clamp_(max=len(staged_ids) - 1)
-            is_staged = staged_ids[places] == ids[missing]
+            is_staged = staged_ids[places] == missing_ids
             # index_select copies whole rows, and an index in brackets single bytes.
             images = staged_images.index_select(0, places[is_staged])
             parts.append((missing[is_staged], images))
             missing = missing[~is_staged]
+
         if len(missing):
-            missing = missing[self._may_be_cold(ids[missing])]
+            may_be_cold = self._may_be_cold(ids[missing])
+            missing = missing[may_be_cold]
         if len(missing):
             with self._calls:
                 is_found, images = self.store.get(ids[missing])
@@ -493,11 +526,14 @@ class ColdTier(MemoryTier):
             leaving = ops.table_leaving(self._handle, ids, new_rows)
             if len(leaving) == 0:
                 return
+
             images = self._images(leaving)
             self._put(leaving, images)
             if len(self.dead):
-                is_stored_again = among(self.dead, leaving.sort().values)
+                ascending = leaving.sort().values
+                is_stored_again = among(self.dead, ascending)
                 self.dead = self.dead[~is_stored_again]
+
             evicted = ops.table_evict(self._handle, leaving, images)
             is_done = bool(evicted.all())
             stamps = images[:, -STAMP_BYTES:]
@@ -508,10 +544,12 @@ class ColdTier(MemoryTier):
                 # when the limit passed. It expires here, because the next expiry step
                 # would be too late.
                 is_alive = last_steps(stamps) >= self.expiry.valid_from
-                ops.table_count_expired(self._handle, int((~is_alive).sum()))
+                expired_rows = int((~is_alive).sum())
+                ops.table_count_expired(self._handle, expired_rows)
                 stamps = stamps[is_alive]
             if not self.shared:
                 self.expiry.add(stamps)
+
             # A row that a backward changes after its image was copied stays, and others
             # leave.
             if is_done:
@@ -542,8 +580,9 @@ class ColdTier(MemoryTier):
         try:
             parts = [_NO_IDS]
             while rows_left := ops.snapshot_rows_left(snapshot):
-                rows = ops.snapshot_read(snapshot, min(rows_left, _PART), False)
-                parts.append(rows[0])
+                part_rows = min(rows_left, _PART)
+                ids, *_ = ops.snapshot_read(snapshot, part_rows, False)
+                parts.append(ids)
         finally:
             ops.snapshot_close(snapshot)
         return torch.cat(parts)
@@ -556,15 +595,20 @@ class ColdTier(MemoryTier):
     def _shared_ids(self) -> Tensor:
         with self._calls:
             ids = cast(SharedColdStore, self.store).ids()
-        return ids if self._owned is None else ids[self._owned(ids)]
+        if self._owned is None:
+            return ids
+        is_owned = self._owned(ids)
+        return ids[is_owned]
 
     def _delete(self, ids: Tensor) -> None:
         """Deletes the rows of ``ids``, (N,) int64, from the store.
 
         If the store fails, a later call tries again.
         """
-        ids = torch.unique(ids[ops.table_may_be_cold(self._handle, ids)])
+        may_be_cold = ops.table_may_be_cold(self._handle, ids)
+        ids = torch.unique(ids[may_be_cold])
         self._outdate(ids)
+
         self.dead = torch.unique(torch.cat([self.dead, ids]))
         if len(self.dead):
             with suppress(ColdStoreError), self._calls:
@@ -588,17 +632,22 @@ class ColdTier(MemoryTier):
         ascending = ids.sort().values if self._staged else ids
         for _ in range(len(self._staged)):
             staged_ids, images = self._staged.popleft()
-            stays = (~among(staged_ids, ascending)).nonzero().squeeze(1)
+            is_outdated = among(staged_ids, ascending)
+            stays = (~is_outdated).nonzero().squeeze(1)
             if len(stays) == len(staged_ids):
                 self._staged.append((staged_ids, images))
             elif len(stays):
-                self._staged.append((staged_ids[stays], images.index_select(0, stays)))
+                images = images.index_select(0, stays)
+                self._staged.append((staged_ids[stays], images))
 
     def _expire(self, valid_from: int) -> None:
-        ops.table_count_expired(self._handle, self.expiry.expire(valid_from))
+        cold_rows = self.expiry.expire(valid_from)
+        ops.table_count_expired(self._handle, cold_rows)
+
         old_ids = ops.table_expired(self._handle)
-        removed = int(ops.table_remove(self._handle, old_ids))
-        ops.table_count_expired(self._handle, removed)
+        resident_rows = int(ops.table_remove(self._handle, old_ids))
+        ops.table_count_expired(self._handle, resident_rows)
+
         self._delete(old_ids)
         if not self.store.ascending_snapshots:
             self._bury()
@@ -607,7 +656,8 @@ class ColdTier(MemoryTier):
         """Deletes all expired and dead rows from the store."""
         parts = []
         for ids, images in self.scan():
-            parts.append(ids[last_steps(images) < self.expiry.valid_from])
+            is_expired = last_steps(images) < self.expiry.valid_from
+            parts.append(ids[is_expired])
         invalid_ids = torch.cat([*parts, self.dead])
         self._record_expired(invalid_ids)
         self._delete(invalid_ids)
@@ -621,8 +671,10 @@ class ColdTier(MemoryTier):
         """
         if not self._records_left:
             return
-        ids = ids[~among(ids, self.dead)]
-        ids = ids[~ops.table_contains(self._handle, ids)]
+        is_dead = among(ids, self.dead)
+        ids = ids[~is_dead]
+        is_resident = ops.table_contains(self._handle, ids)
+        ids = ids[~is_resident]
         ops.table_add_left(self._handle, ids, True)
 
     def _sweep_on(self) -> None:
@@ -642,6 +694,7 @@ class ColdTier(MemoryTier):
                 # before the scan, which does not see the rows of later puts
                 ops.table_begin_refilter(self._handle)
                 self._sweep = self.scan()
+
             # a failure ends the sweep, and the new filter is not used
             sweep = self._sweep
             self._sweep = None
@@ -650,8 +703,10 @@ class ColdTier(MemoryTier):
                 ops.table_end_refilter(self._handle)
                 self._swept_ahead = 0
                 break
-            self._swept_ahead += len(batch[0])
-            self._sweep_batch(*batch)
+
+            ids, images = batch
+            self._swept_ahead += len(ids)
+            self._sweep_batch(ids, images)
             self._sweep = sweep
 
     def _sweep_batch(self, ids: Tensor, images: Tensor) -> None:
@@ -660,6 +715,7 @@ class ColdTier(MemoryTier):
         """
         is_expired = last_steps(images) < self.expiry.valid_from
         expired_ids = ids[is_expired]
+
         # Rows that were written after the scan began are read again, because the scan
         # has their former state.
         is_newer = ops.table_may_be_kept(self._handle, expired_ids)
@@ -669,8 +725,10 @@ class ColdTier(MemoryTier):
             with self._calls:
                 is_found, newer_images = self.store.get(newer_ids)
             is_still_expired = last_steps(newer_images) < self.expiry.valid_from
-            still_expired_ids = newer_ids[is_found][is_still_expired]
+            newer_cold_ids = newer_ids[is_found]
+            still_expired_ids = newer_cold_ids[is_still_expired]
             expired_ids = torch.cat([expired_ids, still_expired_ids])
+
         ops.table_keep_cold(self._handle, ids[~is_expired])
         if self._records_left and len(expired_ids):
             # The scan also has rows that were deleted after it began. They were
@@ -688,7 +746,8 @@ class ColdTier(MemoryTier):
         if self.rows:
             resident = ops.table_ids(self._handle)
             for ids, images in self.scan():
-                is_cold = self._valid(ids, images) & ~among(ids, resident)
+                is_valid = self._valid(ids, images)
+                is_cold = is_valid & ~among(ids, resident)
                 parts.append(images[is_cold, -STAMP_BYTES:])
         return torch.cat(parts)
 
@@ -699,6 +758,7 @@ def _in_order(parts: list[_Rows]) -> _Rows:
     """
     if len(parts) == 1:
         return parts[0]
-    positions = torch.cat([positions for positions, _ in parts]).sort()
-    images = torch.cat([images for _, images in parts])
-    return positions.values, images.index_select(0, positions.indices)
+    all_positions = torch.cat([positions for positions, _ in parts])
+    all_images = torch.cat([images for _, images in parts])
+    positions, order = all_positions.sort()
+    return positions, all_images.index_select(0, order)

@@ -20,7 +20,18 @@ from torchrec_recstore.store.cold_store import (
 )
 
 ROW_BYTES = 52
-_EXTREME_IDS = torch.tensor([2**63 - 1, 0, -1, -(2**63), 1, 2**31, -(2**31) - 1, 256])
+_EXTREME_IDS = torch.tensor(
+    [
+        2**63 - 1,
+        0,
+        -1,
+        -(2**63),
+        1,
+        2**31,
+        -(2**31) - 1,
+        256,
+    ]
+)
 
 
 def check_cold_store(options: object) -> None:
@@ -45,11 +56,13 @@ def check_cold_store(options: object) -> None:
         AssertionError: The cold store breaks a promise. The message names the promise.
     """
     _expect(hash(options) is not None, "options are hashable")
+    copied_options = pickle.loads(pickle.dumps(options))
     _expect(
-        pickle.loads(pickle.dumps(options)) == options,
+        copied_options == options,
         "options can be pickled, and are compared by value",
     )
-    for check in SHARED_CHECKS if is_shared(options) else CHECKS:
+    checks = SHARED_CHECKS if is_shared(options) else CHECKS
+    for check in checks:
         check(options)
 
 
@@ -89,12 +102,17 @@ def _keeps_rows(options: object) -> None:
         store.put(ids, rows)
         promise = "get returns rows byte for byte, in the order of the ids"
         _expect_rows(store, ids, rows, promise)
+
         promise = "get returns rows in the order of the ids"
         _expect_rows(store, ids.flip(0), rows.flip(0), promise)
-        strided_ids = torch.stack([ids, ids], dim=1)[:, 0]
+
+        pairs_of_ids = torch.stack([ids, ids], dim=1)
+        strided_ids = pairs_of_ids[:, 0]
         _expect_rows(store, strided_ids, rows, "ids may be strided")
+
         other_ids = ids[:4] + 16
-        strided_rows = rows.repeat(1, 2)[:4, ::2]
+        wide_rows = rows[:4].repeat(1, 2)
+        strided_rows = wide_rows[:, ::2]
         store.put(other_ids, strided_rows)
         _expect_rows(store, other_ids, strided_rows, "rows may be strided")
 
@@ -116,15 +134,24 @@ def _reports_missing_ids(options: object) -> None:
         even_ids = torch.arange(0, 2000, 2)
         rows = _rows(1000)
         store.put(even_ids, rows)
+
         ids = torch.arange(2000).flip(0)
         is_found, read_rows = store.get(ids)
         is_bool = is_found.dtype == torch.bool and is_found.shape == ids.shape
         _expect(is_bool, "found is (N,) bool")
-        promise = "found is True for the ids that have a row, and for no others"
-        _expect(torch.equal(is_found, ids % 2 == 0), promise)
-        promise = "get returns rows in the order of the ids that have one"
-        _expect(torch.equal(read_rows, rows.flip(0)), promise)
-        is_found, read_rows = store.get(torch.tensor([1, 3, 5]))
+
+        is_even = ids % 2 == 0
+        _expect(
+            torch.equal(is_found, is_even),
+            "found is True for the ids that have a row, and for no others",
+        )
+        _expect(
+            torch.equal(read_rows, rows.flip(0)),
+            "get returns rows in the order of the ids that have one",
+        )
+
+        odd_ids = torch.tensor([1, 3, 5])
+        is_found, read_rows = store.get(odd_ids)
         has_no_rows = not is_found.any() and read_rows.shape == (0, ROW_BYTES)
         _expect(has_no_rows, "rows of missing ids are (0, row bytes)")
 
@@ -134,22 +161,29 @@ def _deletes(options: object) -> None:
         ids = torch.arange(-500, 500)
         rows = _rows(1000)
         store.put(ids, rows)
+
         is_deleted = ids % 3 == 0
         deleted_ids = ids[is_deleted]
         ids_without_rows = torch.tensor([10**6, -(10**6)])
         store.delete(torch.cat([deleted_ids, ids_without_rows]))
+
+        remaining_rows = rows[~is_deleted]
         is_found, read_rows = store.get(ids)
-        promise = "deleted ids are not found, all others are"
-        _expect(torch.equal(is_found, ~is_deleted), promise)
-        promise = "a delete leaves the other rows as they were"
-        _expect(torch.equal(read_rows, rows[~is_deleted]), promise)
-        promise = "a scan returns no deleted id"
+        _expect(
+            torch.equal(is_found, ~is_deleted),
+            "deleted ids are not found, all others are",
+        )
+        _expect(
+            torch.equal(read_rows, remaining_rows),
+            "a delete leaves the other rows as they were",
+        )
         _expect_scan(
             store,
             ids[~is_deleted],
-            rows[~is_deleted],
-            promise,
+            remaining_rows,
+            "a scan returns no deleted id",
         )
+
         new_rows = rows[is_deleted].flip(0)
         store.put(deleted_ids, new_rows)
         _expect_rows(store, deleted_ids, new_rows, "a deleted id can be put again")
@@ -164,15 +198,21 @@ def _takes_empty_batches(options: object) -> None:
         _expect(is_empty, "a get of no ids returns (0,) and (0, row bytes)")
         has_dtypes = is_found.dtype == torch.bool and rows.dtype == torch.uint8
         _expect(has_dtypes, "a get of no ids returns bool and uint8")
+
         store.put(no_ids, rows)
         store.delete(no_ids)
-        promise = "empty puts and deletes change nothing"
-        _expect_scan(store, torch.tensor([7]), _rows(1), promise)
+        _expect_scan(
+            store,
+            torch.tensor([7]),
+            _rows(1),
+            "empty puts and deletes change nothing",
+        )
 
 
 def _takes_big_batches(options: object) -> None:
     with _opened(options, row_bytes=140) as store:
-        ids = torch.randperm(20_000, generator=_generator(2)) * 7919 - 10**8
+        random_numbers = torch.randperm(20_000, generator=_generator(2))
+        ids = random_numbers * 7919 - 10**8
         rows = _rows(20_000, 140)
         store.put(ids, rows)
         _expect_rows(store, ids, rows, "get returns a batch of 20,000 rows")
@@ -205,50 +245,68 @@ def _snapshots_ascend(options: object) -> None:
     with _opened(options, row_bytes=1000) as store:
         if not store.ascending_snapshots:
             return
-        random_ids = torch.randperm(10_000, generator=_generator(3)) * 613 - 10**6
+        random_numbers = torch.randperm(10_000, generator=_generator(3))
+        random_ids = random_numbers * 613 - 10**6
         ids = torch.cat([random_ids, _EXTREME_IDS]).sort().values
         # so that ids above all others can be put during the scan
         ids = ids[ids < 2**63 - 1]
         rows = _rows(len(ids), 1000)
         store.put(ids, rows)
+
         scan = store.scan()
         store.delete(ids[::2])
         store.delete(ids[-1:])
         store.put(ids[1::2], rows[1::2].flip(0))
+
         batches = [next(scan)]
-        store.put(torch.arange(10**8, 10**8 + 100), _rows(100, 1000))
-        store.put(torch.arange(2**63 - 100, 2**63 - 1), _rows(99, 1000))
+        ids_in_between = torch.arange(10**8, 10**8 + 100)
+        ids_at_the_end = torch.arange(2**63 - 100, 2**63 - 1)
+        store.put(ids_in_between, _rows(100, 1000))
+        store.put(ids_at_the_end, _rows(99, 1000))
         batches.extend(scan)
+
         scanned_ids, scanned_rows = _concatenated(batches)
-        promise = (
+        _expect(
+            torch.equal(scanned_ids, ids),
             "ascending_snapshots: a scan returns the ids at the time of its call,"
-            " ascending"
+            " ascending",
         )
-        _expect(torch.equal(scanned_ids, ids), promise)
-        promise = "ascending_snapshots: a scan returns the rows at the time of its call"
-        _expect(torch.equal(scanned_rows, rows), promise)
+        _expect(
+            torch.equal(scanned_rows, rows),
+            "ascending_snapshots: a scan returns the rows at the time of its call",
+        )
 
 
 def _keeps_stores_apart(options: object) -> None:
     odd = "a name: of {1} \N{SNOWMAN}[0]?/" + "x" * 300
     names = ("conformance/0", "conformance/00", "conformance/0*", "..", odd)
+    ids = torch.arange(10)
+    rows = _rows(10)
+    other_rows = _rows(10, seed=1)
     for other_name in names:
         with _opened(options) as store, _opened(options, other_name) as other_store:
-            ids = torch.arange(10)
-            rows = _rows(20)
-            store.put(ids, rows[:10])
-            promise = (
-                f"stores named 'conformance/0' and {other_name!r} do not share rows"
+            store.put(ids, rows)
+            is_found, _ = other_store.get(ids)
+            _expect(
+                not is_found.any(),
+                f"stores named 'conformance/0' and {other_name!r} do not share rows",
             )
-            _expect(not other_store.get(ids)[0].any(), promise)
-            other_store.put(ids, rows[10:])
-            promise = f"a scan returns no rows of a store named {other_name!r}"
-            _expect_scan(store, ids, rows[:10], promise)
+
+            other_store.put(ids, other_rows)
+            _expect_scan(
+                store,
+                ids,
+                rows,
+                f"a scan returns no rows of a store named {other_name!r}",
+            )
+
             other_store.close()
-            promise = (
-                f"closing a store named {other_name!r} does not change 'conformance/0'"
+            _expect_rows(
+                store,
+                ids,
+                rows,
+                f"closing a store named {other_name!r} does not change 'conformance/0'",
             )
-            _expect_rows(store, ids, rows[:10], promise)
 
 
 def _serves_several_threads(options: object) -> None:
@@ -259,6 +317,7 @@ def _serves_several_threads(options: object) -> None:
         store.put(ids[500:], rows[500:])
         promise = "calls may come from several threads, one after the other"
         _in_a_thread(lambda: _expect_rows(store, ids, rows, promise))
+
         _in_a_thread(lambda: store.delete(ids[:10]))
         _expect_scan(
             store,
@@ -279,6 +338,7 @@ def _closes(options: object) -> None:
     _expect_closed("put", lambda: store.put(ids, rows))
     _expect_closed("delete", lambda: store.delete(ids))
     _expect_closed("scan", lambda: list(store.scan()))
+
     with _opened(options) as next_store:
         is_found, _ = next_store.get(ids)
         _expect(not is_found.any(), "a store deletes its rows when it is closed")
@@ -294,17 +354,27 @@ def _shares_rows_by_name(options: object) -> None:
         rows = _rows(1008)
         store.put(ids, rows)
         _expect_rows(namesake, ids, rows, "stores of one name have the same rows")
-        has_all_ids = torch.equal(_ids(namesake).sort().values, ids.sort().values)
+        ascending = _ids(namesake).sort().values
+        has_all_ids = torch.equal(ascending, ids.sort().values)
         _expect(has_all_ids, "ids returns every id once")
         has_no_ids = len(_ids(store_of_other_name)) == 0
         _expect(has_no_ids, "stores of another name have other rows")
+
         new_rows = rows[:10].flip(0)
         namesake.put(ids[:10], new_rows)
         namesake.delete(ids[500:])
-        promise = "a store has the rows that other stores of its name put"
-        _expect_rows(store, ids[:10], new_rows, promise)
-        promise = "rows that one store deletes are gone for all stores of its name"
-        _expect(not store.get(ids[500:])[0].any(), promise)
+        _expect_rows(
+            store,
+            ids[:10],
+            new_rows,
+            "a store has the rows that other stores of its name put",
+        )
+        is_found, _ = store.get(ids[500:])
+        _expect(
+            not is_found.any(),
+            "rows that one store deletes are gone for all stores of its name",
+        )
+
         scan = namesake.scan()
         store.delete(ids[:100])
         scanned_ids: set[int] = set()
@@ -385,9 +455,12 @@ def _scanned(store: ColdStore) -> tuple[Tensor, Tensor]:
         are_rows = rows.dtype == torch.uint8 and len(rows) == len(ids)
         _expect(are_rows, "a scan's rows are (n, row bytes) uint8")
     if not batches:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.uint8)
+        no_ids = torch.empty(0, dtype=torch.int64)
+        no_rows = torch.empty(0, 0, dtype=torch.uint8)
+        return no_ids, no_rows
     ids, rows = _concatenated(batches)
-    return ids.sort().values, rows[ids.argsort()]
+    ids, order = ids.sort()
+    return ids, rows[order]
 
 
 def _concatenated(batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
