@@ -86,7 +86,9 @@ class FoldedTable:
         columns: Sequence[range] | None = None,
     ) -> None:
         newest = chain[-1].tables[name]
-        self.columns = common_columns(name, chain) if columns is None else columns
+        if columns is None:
+            columns = common_columns(name, chain)
+        self.columns = columns
         self.states = state_names(newest.optimizer)
         self._dtype = getattr(torch, newest.dtype)
         # The maximum: float32 weights and element-wise states, the id and the stamps.
@@ -97,18 +99,21 @@ class FoldedTable:
         self._name = name
         self._chain = chain
         self._rows = 0
+
         for level, info in enumerate(chain):
             table = info.tables.get(name)
             if table is None:
                 continue
-            if table.dim != newest.dim or state_names(table.optimizer) != self.states:
+            states = state_names(table.optimizer)
+            if table.dim != newest.dim or states != self.states:
                 raise CheckpointError(
                     f"table {name!r} of {info.path} has another dim or optimizer state"
                     " later on"
                 )
             runs = []
             for blocks in blocks_by_rank(info, name):
-                runs.append(_Run(level, blocks, self.columns, table.dim))
+                run = _Run(level, blocks, self.columns, table.dim)
+                runs.append(run)
             # The newest runs come first: the stable sort in take() keeps them first.
             self._runs = runs + self._runs
             self._removals.append(_Removal(info, level, table))
@@ -140,9 +145,10 @@ class FoldedTable:
         run_parts = []
         for run in self._runs:
             ids, parts = run.take(bound)
+            newest_parts = [self._as_newest(part, run.level) for part in parts]
             run_ids.append(ids)
             run_levels.append(torch.full_like(ids, run.level))
-            run_parts.append([self._as_newest(part, run.level) for part in parts])
+            run_parts.append(newest_parts)
         self._runs = [run for run in self._runs if run.has_rows]
 
         # Of the rows of an id, the newest one comes first, and only it is kept.
@@ -150,6 +156,7 @@ class FoldedTable:
         levels = torch.cat(run_levels)[order]
         is_repeated = ids[1:] == ids[:-1]
         self._check_distinct(ids, levels, is_repeated)
+
         is_kept = torch.ones_like(ids, dtype=torch.bool)
         is_kept[1:] = ~is_repeated
         for removal in self._removals:
@@ -161,23 +168,27 @@ class FoldedTable:
         self._check_end()
         window = []
         for column_parts in zip(*run_parts, strict=True):
-            window.append(Part.concatenated(column_parts).take(order))
+            all_rows = Part.concatenated(column_parts)
+            window.append(all_rows.take(order))
         return window
 
     def _as_newest(self, part: Part, level: int) -> Part:
         """Returns a part with the data type and frequencies of the last checkpoint."""
-        saved_options = self._chain[level].tables[self._name].options
-        options = self._chain[-1].tables[self._name].options
-        return part.with_frequencies_of(saved_options, options).stored_as(self._dtype)
+        saved = self._chain[level].tables[self._name]
+        newest = self._chain[-1].tables[self._name]
+        part = part.with_frequencies_of(saved.options, newest.options)
+        return part.stored_as(self._dtype)
 
     def _check_distinct(self, ids: Tensor, levels: Tensor, is_repeated: Tensor) -> None:
         """Refuses an id that several parts of one checkpoint have."""
-        is_damaged = is_repeated & (levels[1:] == levels[:-1])
+        is_of_same_level = levels[1:] == levels[:-1]
+        is_damaged = is_repeated & is_of_same_level
         for position in is_damaged.nonzero().flatten().tolist():
-            path = self._chain[int(levels[position])].path
+            level = int(levels[position])
+            path = self._chain[level].path
+            id = int(ids[position])
             raise CheckpointError(
-                f"table {self._name!r} of {path} has the id {int(ids[position])} in"
-                " several parts"
+                f"table {self._name!r} of {path} has the id {id} in several parts"
             )
 
     def __iter__(self) -> Iterator[list[Part]]:
@@ -239,8 +250,8 @@ class _Run:
 
     def bound(self, rows: int) -> int:
         """Returns an id such that about this number of rows precede it."""
-        last = min(self._position + rows, len(self._ids)) - 1
-        return int(self._ids[last])
+        end = min(self._position + rows, len(self._ids))
+        return int(self._ids[end - 1])
 
     def take(self, bound: int) -> tuple[Tensor, list[Part]]:
         """Returns the ids up to a bound, and a part for each range of columns."""
@@ -272,7 +283,8 @@ class _Removal:
         self._lists_those_that_stay = table.removal == "stay"
         self._listed: list[tuple[PartInfo, Tensor]] = []
         for part in table.removed:
-            self._listed.append((part, listed_ids(info, part, verify=False)))
+            ids = listed_ids(info, part, verify=False)
+            self._listed.append((part, ids))
 
     def stays(self, ids: Tensor) -> Tensor:
         """Returns whether each id remains: (N,) bool for (N,) ids in ascending order."""
@@ -286,7 +298,10 @@ class _Removal:
                 begin = torch.searchsorted(listed, first_id)
                 end = torch.searchsorted(listed, last_id, right=True)
                 is_listed |= among(ids, listed[begin:end])
-        return is_listed if self._lists_those_that_stay else ~is_listed
+
+        if self._lists_those_that_stay:
+            return is_listed
+        return ~is_listed
 
 
 def check_rows(
@@ -380,6 +395,7 @@ def compact_chain(
             tables[name] = _compact_table(chain, name, writer, on_rows, nonfinite)
     finally:
         files = writer.close()
+
     copied = [DENSE, TRAINING_STATE]
     for table in newest.tables.values():
         copied += table.sightings
@@ -387,6 +403,7 @@ def compact_chain(
         if name in newest.files:
             files[name] = newest.files[name]
             _copy(newest.path / name, staging / name, files[name])
+
     info = replace(
         newest,
         path=destination.path,
@@ -394,7 +411,8 @@ def compact_chain(
         files=files,
         delta_of=None,
     )
-    compacted = finish(destination, info, encode(newest.training_state, {}))
+    training_state = encode(newest.training_state, {})
+    compacted = finish(destination, info, training_state)
     for name, count in nonfinite.items():
         warn_of_nonfinite(name, count)
     return compacted
@@ -413,16 +431,21 @@ def _compact_table(
     table = chain[-1].tables[name]
     folded = FoldedTable(chain, name)
     parts: list[PartInfo] = []
-    size = part_rows(table.dim, getattr(torch, table.dtype), table.optimizer)
+    dtype = getattr(torch, table.dtype)
+    size = part_rows(table.dim, dtype, table.optimizer)
     for number, shards in enumerate(_resized(folded, size)):
         parts += [writer.part(name, number, part) for part in shards]
         nonfinite_count = count_nonfinite(shards)
         if nonfinite_count:
             nonfinite[name] += nonfinite_count
         on_rows(len(shards[0]))
+
+    bounds_of_columns = []
+    for columns in folded.columns:
+        bounds_of_columns.append((columns.start, columns.stop))
     return replace(
         table,
-        columns=tuple((columns.start, columns.stop) for columns in folded.columns),
+        columns=tuple(bounds_of_columns),
         parts=tuple(parts),
         removal="left",
         removed=(),
@@ -450,8 +473,11 @@ def _resized(folded: FoldedTable, size: int) -> Iterator[list[Part]]:
         count += len(window[0])
         while count >= size:
             shards = _concatenated(windows)
-            yield [part.take(slice(0, size)) for part in shards]
-            windows = [[part.take(slice(size, None)) for part in shards]]
+            first_rows = slice(0, size)
+            other_rows = slice(size, None)
+            yield [part.take(first_rows) for part in shards]
+            remaining = [part.take(other_rows) for part in shards]
+            windows = [remaining]
             count -= size
     if count:
         yield _concatenated(windows)

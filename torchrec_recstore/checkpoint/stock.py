@@ -63,30 +63,39 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """
     tables = tables_named(model, weights)
     for name, tensor in weights.items():
-        dim = tables[name].dim
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(
-                f"weights of table {name!r} must be a floating-point tensor, got {kind}"
-            )
-        if tensor.dim() != 2 or tensor.shape[1] != dim:
-            raise ValueError(
-                f"weights of table {name!r} must have the shape (rows, {dim}), got"
-                f" {tuple(tensor.shape)}"
-            )
+        _check_dense(name, tensor, tables[name].dim)
+
     for name, tensor in weights.items():
-        for shard in tables[name].shards:
+        table = tables[name]
+        for shard in table.shards:
             columns = shard.table.columns
+            cut = slice(columns.start, columns.stop)
             for begin in range(0, tensor.shape[0], _CHUNK):
                 part = tensor[begin : begin + _CHUNK].detach()
                 ids = torch.arange(begin, begin + part.shape[0])
                 owned = shard.owned(ids)
-                rows = part[owned, columns.start : columns.stop].to(
-                    "cpu",
-                    torch.float32,
-                )
+                rows = part[owned, cut].to("cpu", torch.float32)
                 shard.table.insert_all(ids[owned], rows)
-        tables[name].state.copies.forget(tables[name].config_name, WEIGHTS)
+        table.state.copies.forget(table.config_name, WEIGHTS)
+
+
+def _check_dense(name: str, tensor: object, dim: int) -> None:
+    """Raises TypeError or ValueError if dense weights do not fit a table."""
+    if not isinstance(tensor, Tensor):
+        kind = type(tensor).__name__
+        raise TypeError(
+            f"weights of table {name!r} must be a floating-point tensor, got {kind}"
+        )
+    if not tensor.is_floating_point():
+        raise TypeError(
+            f"weights of table {name!r} must be a floating-point tensor, got"
+            f" {tensor.dtype}"
+        )
+    if tensor.dim() != 2 or tensor.shape[1] != dim:
+        raise ValueError(
+            f"weights of table {name!r} must have the shape (rows, {dim}), got"
+            f" {tuple(tensor.shape)}"
+        )
 
 
 def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Tensor:
@@ -110,7 +119,8 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
     check_int("num_rows", num_rows, 0)
     with refused_together(table.state.env):
         table.state.copies.check()
-    return _exported(table, num_rows, {"weight": "element"})["weight"]
+    exported = _exported(table, num_rows, {"weight": "element"})
+    return exported["weight"]
 
 
 def stock_state_dict(
@@ -149,8 +159,11 @@ def stock_state_dict(
     counts = _counted_tables(model, num_rows, leave_out)
     with rows_left_out(model):
         state = model.state_dict()
+
     sharded = {key: value for key, value in state.items() if _is_sharded(value)}
-    state.update(gathered(sharded, _env(counts)))
+    plain = gathered(sharded, _env(counts))
+    state.update(plain)
+
     for table, rows in counts.items():
         dtype = ShardLayout(table.name, table.state.shards, table.state.env).dtype
         weights = export_dense_weights(model, table.name, rows)
@@ -194,24 +207,30 @@ def stock_optimizer_state_dict(
     stock_names = {table.weight_key: _stock_names(table) for table in counts}
     stock_states: dict[str, Any] = {}
     with rows_left_out(model):
-        for key, states in model.fused_optimizer.state_dict()["state"].items():
+        fused_states = model.fused_optimizer.state_dict()["state"]
+        for key, states in fused_states.items():
             if key not in stock_names:
                 stock_states[key] = states
+
     result: dict[str, dict[str, Tensor]] = {}
     for rank_keys in all_gathered(list(stock_states), env):
         for key in rank_keys:
             result[key] = {}
+
     parts: dict[tuple[str, str], Any] = {}
     for key, states in stock_states.items():
         for name, value in states.items():
             parts[key, name] = value
     for (key, name), value in gathered(parts, env).items():
         result[key][name] = value
+
     for table, rows in counts.items():
-        exported = _exported(table, rows, optim.state_names(table.state.optimizer))
-        result[table.weight_key] = {}
+        kinds = optim.state_names(table.state.optimizer)
+        exported = _exported(table, rows, kinds)
+        table_states: dict[str, Tensor] = {}
         for name, stock_name in stock_names[table.weight_key].items():
-            result[table.weight_key][stock_name] = exported[name]
+            table_states[stock_name] = exported[name]
+        result[table.weight_key] = table_states
     return {"state": result}
 
 
@@ -251,6 +270,7 @@ def load_stock_state_dict(
     with rows_left_out(model):
         model_state = model.state_dict()
         fused_states = model.fused_optimizer.state_dict()["state"]
+
     row_states: dict[str, dict[str, Tensor]] = {}
     stock_pairs: list[tuple[Any, Tensor]] = []
     with refused_together(_env(tables.values())):
@@ -270,6 +290,7 @@ def load_stock_state_dict(
             stock_keys = fused_states.keys() - tables
             stock_states = {key: fused_states[key] for key in stock_keys}
             stock_pairs = _checked_pairs(new_states, stock_states, model_state)
+
     stock_entries = {}
     for key, value in plain.items():
         if key in tables:
@@ -312,10 +333,8 @@ def load_into_stock(
     """
     names = sorted(table.name for table in recstore_tables(model))
     if names:
-        raise ValueError(
-            f"{', '.join(map(repr, names))} are RecStore tables: call"
-            " load_stock_state_dict"
-        )
+        listed = ", ".join(map(repr, names))
+        raise ValueError(f"{listed} are RecStore tables: call load_stock_state_dict")
     load_stock_state_dict(model, state_dict, optimizer_state_dict)
 
 
@@ -375,24 +394,28 @@ def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]
     # TorchRec's optimizer states.
     local_kinds: dict[_Key, _TensorKind] = {}
     for key, value in values.items():
-        local_kinds[key] = (tuple(value.size()), value.dtype)
+        size = tuple(value.size())
+        local_kinds[key] = (size, value.dtype)
     kinds: dict[_Key, _TensorKind] = {}
     for rank_kinds in all_gathered(local_kinds, env):
         kinds.update(rank_kinds)
+
     plain: dict[_Key, Tensor] = {}
     for key, (size, dtype) in kinds.items():
         if key in values:
-            plain[key], _ = _filled(values[key])
+            tensor, _ = _filled(values[key])
         else:
-            plain[key] = torch.zeros(size, dtype=dtype)
-        _summed(plain[key], env)
+            tensor = torch.zeros(size, dtype=dtype)
+        _summed(tensor, env)
+        plain[key] = tensor
     return plain
 
 
 def _summed(value: Tensor, env: ShardingEnv) -> None:
     """Replaces ``value`` by its sum over all ranks. Collective."""
-    if env.process_group is not None and dist.get_world_size(env.process_group) > 1:
-        dist.all_reduce(value, group=env.process_group)
+    group = env.process_group
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(value, group=group)
 
 
 def fill(value: Any, plain: Tensor) -> None:
@@ -403,8 +426,10 @@ def fill(value: Any, plain: Tensor) -> None:
     for offsets, part in _local_parts(value):
         # TorchRec 1.8.0 concatenates the row-wise states of column shards.
         if part.dim() == 1:
-            offsets = (offsets[0] % max(1, plain.shape[0]),)
-        part.copy_(plain[_cut(offsets, part)])
+            rows = max(1, plain.shape[0])
+            offsets = (offsets[0] % rows,)
+        cut = _cut(offsets, part)
+        part.copy_(plain[cut])
 
 
 def _filled(value: Any) -> tuple[Tensor, int]:
@@ -415,7 +440,8 @@ def _filled(value: Any) -> tuple[Tensor, int]:
     plain = torch.zeros(value.size(), dtype=value.dtype)
     n_local = 0
     for offsets, part in _local_parts(value):
-        plain[_cut(offsets, part)] = part.cpu()
+        cut = _cut(offsets, part)
+        plain[cut] = part.cpu()
         n_local += part.numel()
     return plain, n_local
 
@@ -435,15 +461,16 @@ def _stock_names(table: ModelTable) -> dict[str, str]:
     """
     optimizer = table.state.optimizer
     names = list(optim.state_names(optimizer))
+    is_of_stock = isinstance(optimizer, _STOCK)
+    if isinstance(optimizer, optim.AdamW):
+        is_of_stock = False
     has_momentum = isinstance(optimizer, optim.SGD) and bool(names)
-    is_of_stock = isinstance(optimizer, _STOCK) and not isinstance(
-        optimizer, optim.AdamW
-    )
     if has_momentum or not is_of_stock:
         raise ValueError(
             f"table {table.name!r}: TorchRec's fused tables have no optimizer"
             f" {optimizer}"
         )
+
     stock_names = {name: f"{table.config_name}.{name}" for name in names}
     if names:  # TorchRec calls the first state so for each optimizer.
         stock_names[names[0]] = f"{table.config_name}.momentum1"
@@ -467,38 +494,42 @@ def _checked_states(
         stock_states,
         names.values(),
     )
-    if optimizer_steps is None and isinstance(table.state.optimizer, optim.Adam):
+    optimizer = table.state.optimizer
+    if optimizer_steps is None and isinstance(optimizer, optim.Adam):
         raise ValueError(
-            f"table {table.name!r}: {type(table.state.optimizer).__name__} needs"
-            " optimizer_steps"
+            f"table {table.name!r}: {type(optimizer).__name__} needs optimizer_steps"
         )
+
     # TorchRec's tables have no clock: the rows count as new in the present step.
     steps = max((shard.table.steps for shard in table.state.shards), default=0)
+    clocks = TableState(steps, optimizer_steps or 0)
     state = {
         "id": torch.arange(num_rows),
         "columns": torch.tensor(starts),
         "rows": torch.tensor([num_rows]),
         "last_step": torch.full((num_rows,), steps),
         "frequency": torch.zeros(num_rows, dtype=torch.int64),
-        **TableState(steps, optimizer_steps or 0).tensors(),
+        **clocks.tensors(),
     }
-    for name, kind in optim.state_names(table.state.optimizer).items():
+    column_shards = len(starts)
+    for name, kind in optim.state_names(optimizer).items():
         stock_name = names[name]
         value = to_plain(stock_name, stock_states[stock_name])
         if kind == "element":
-            shape: tuple[int, ...] = (num_rows, table.dim)
+            expected: tuple[int, ...] = (num_rows, table.dim)
         else:
-            shape = (num_rows * len(starts),)
+            expected = (num_rows * column_shards,)
             if tuple(value.shape) == (num_rows,):
-                value = value.repeat(len(starts))
-        if tuple(value.shape) != shape:
+                value = value.repeat(column_shards)
+
+        shape = tuple(value.shape)
+        if shape != expected:
             raise ValueError(
-                f"{stock_name} is of shape {tuple(value.shape)}, the table needs"
-                f" {shape}"
+                f"{stock_name} is of shape {shape}, the table needs {expected}"
             )
         if kind == "row":
             # TorchRec 1.8.0 concatenates the row-wise states of column shards.
-            value = value.view(len(starts), num_rows).T
+            value = value.view(column_shards, num_rows).T
         state[name] = value
     return state
 
@@ -521,7 +552,9 @@ def _check_keys(
 def _first_three(keys: Sequence[str]) -> str:
     listed = ", ".join(keys[:3])
     more = len(keys) - 3
-    return f"{listed} and {more} more" if more > 0 else listed
+    if more > 0:
+        return f"{listed} and {more} more"
+    return listed
 
 
 def _env(tables: Iterable[ModelTable]) -> ShardingEnv:
@@ -539,17 +572,23 @@ def _checked_weights(
     _check_keys("the stock state_dict", state_dict, model_state)
     plain = {}
     for key, value in state_dict.items():
-        plain[key] = to_plain(key, value) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            plain[key] = to_plain(key, value)
+        else:
+            plain[key] = value
+
     for key, value in plain.items():
         if key not in tables:
-            if isinstance(model_state[key], Tensor):
-                _check_shape(key, value, model_state[key])
+            model_value = model_state[key]
+            if isinstance(model_value, Tensor):
+                _check_shape(key, value, model_value)
             continue
         table = tables[key]
         if value.dim() != 2 or value.shape[1] != table.dim:
+            shape = tuple(value.shape)
             raise ValueError(
-                f"table {table.name!r}: {key} is of shape {tuple(value.shape)}, and the"
-                f" table's dim is {table.dim}"
+                f"table {table.name!r}: {key} is of shape {shape}, and the table's dim"
+                f" is {table.dim}"
             )
     return plain
 
@@ -568,9 +607,10 @@ def _checked_pairs(
     pairs = []
     for key, states in model_states.items():
         label = f"{key}: the stock optimizer state"
-        _check_keys(label, new_states.get(key, {}), states)
+        new_states_of_key = new_states.get(key, {})
+        _check_keys(label, new_states_of_key, states)
         for name, value in states.items():
-            plain = to_plain(name, new_states[key][name])
+            plain = to_plain(name, new_states_of_key[name])
             if not _is_row_wise_multiple(value, plain):
                 _check_shape(name, plain, value)
             pairs.append((value, plain))
@@ -584,7 +624,8 @@ def _is_row_wise_multiple(value: Any, plain: Tensor) -> bool:
     """
     if plain.dim() != 1 or value.dim() != 1 or len(plain) == 0:
         return False
-    return bool(value.size()[0] % len(plain) == 0)
+    length = value.size()[0]
+    return bool(length % len(plain) == 0)
 
 
 def _check_shape(key: str, value: Any, model_value: Any) -> None:
@@ -611,18 +652,18 @@ def _counted_tables(
     tables = recstore_tables(model)
     missing = [repr(table.name) for table in tables if table not in counts]
     if missing:
-        raise ValueError(
-            f"num_rows has no number for RecStore table {', '.join(missing)}"
-        )
+        listed = ", ".join(missing)
+        raise ValueError(f"num_rows has no number for RecStore table {listed}")
+
     for table, rows in counts.items():
         check_int(f"num_rows of table {table.name!r}", rows, 0)
-        n_outside = 0
+        outside_of_rank = 0
         for shard in table.state.shards:
             if shard.table.columns.start == 0:
                 ids = shard.table.ids()
                 is_outside = (ids < 0) | (ids >= rows)
-                n_outside += int(is_outside.sum())
-        outside = sum(all_gathered(n_outside, table.state.env))
+                outside_of_rank += int(is_outside.sum())
+        outside = sum(all_gathered(outside_of_rank, table.state.env))
         if outside and not leave_out:
             raise ValueError(
                 f"table {table.name!r} has {outside} ids outside [0, {rows}):"
@@ -642,12 +683,15 @@ def _exported(
     for name, kind in kinds.items():
         shape = (num_rows, table.dim) if kind == "element" else (num_rows,)
         dense[name] = torch.zeros(shape)
+
     for shard in table.state.shards:
         columns = shard.table.columns
         cut = slice(columns.start, columns.stop)
         share_of_columns = len(columns) / table.dim
+
         ids = shard.table.ids()
-        ids = ids[shard.owned(ids)]  # A shared cold store contains rows of all ranks.
+        is_owned = shard.owned(ids)  # A shared cold store contains rows of all ranks.
+        ids = ids[is_owned]
         is_exported = (ids >= 0) & (ids < num_rows)
         for part in torch.split(ids[is_exported], _CHUNK):
             if "weight" in kinds:
@@ -661,6 +705,7 @@ def _exported(
                 else:
                     # the column-weighted mean of the column shards
                     dense[name][part] += rows[name] * share_of_columns
+
     for value in dense.values():
         _summed(value, table.state.env)
     return dense

@@ -108,16 +108,20 @@ class RowState:
         def of_shards(key: str) -> list[Tensor]:
             return [tensors[key] for tensors in shards]
 
-        state: dict[str, Value] = {"id": layout.by_row(of_shards("id"))}
+        state: dict[str, Value] = {}
+        state["id"] = layout.by_row(of_shards("id"))
         for key, tensor in of_table.items():
             state[key] = self._give(tensor)
         state["last_step"] = layout.by_row(of_shards("last_step"))
-        state[frequency_key(self.options)] = layout.by_row(of_shards("frequency"))
+        frequencies = layout.by_row(of_shards("frequency"))
+        state[frequency_key(self.options)] = frequencies
+
         for key, kind in self._states.items():
+            tensors = of_shards(key)
             if kind == "element":
-                state[key] = layout.by_column(of_shards(key))
+                state[key] = layout.by_column(tensors)
             else:
-                state[key] = layout.by_column_shard(of_shards(key))
+                state[key] = layout.by_column_shard(tensors)
         return state
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
@@ -137,15 +141,18 @@ class RowState:
         for key in state:
             if key in _BY_ROW:
                 state[key] = gathered_rows(state[key], self.env)
+
         with refused_together(self.env):
-            loaded_rows = len(torch.as_tensor(state["id"]))
-            _check_row_count(self.name, state["rows"], loaded_rows)
+            ids = torch.as_tensor(state["id"])
+            _check_row_count(self.name, state["rows"], len(ids))
             table_state = TableState.from_tensors(state)
             parts = [self._part(shard, state) for shard in self.shards]
+
         for shard, part in zip(self.shards, parts, strict=True):
             # The state must be set before rows are written, because eviction chooses
             # rows by it.
-            shard.table.set_state(table_state.owned(shard.owned))
+            shard_state = table_state.owned(shard.owned)
+            shard.table.set_state(shard_state)
             shard.table.write(part)
         self.copies.forget(self.name, _STATES)
 
@@ -162,8 +169,15 @@ class RowState:
 
         The message names the table and the keys.
         """
-        keys = ["id", "columns", "rows", "steps", "optimizer_steps", "last_step"]
-        keys += self._states
+        keys = [
+            "id",
+            "columns",
+            "rows",
+            "steps",
+            "optimizer_steps",
+            "last_step",
+            *self._states,
+        ]
         self._check_present(keys, state)
 
     def check_bookkeeping(self, state: Mapping[str, object]) -> None:
@@ -175,9 +189,9 @@ class RowState:
         if COUNTS_KEY not in state and SCORES_KEY not in state:
             missing.append(frequency_key(self.options))
         if missing:
+            listed = ", ".join(missing)
             raise ValueError(
-                f"RecStore table {self.name!r}: the optimizer state has no"
-                f" {', '.join(missing)}"
+                f"RecStore table {self.name!r}: the optimizer state has no {listed}"
             )
 
     def _part(self, shard: LocalShard, state: Mapping[str, Value]) -> Part:
@@ -188,18 +202,25 @@ class RowState:
         whole_ids = torch.as_tensor(state["id"])
         positions = owned_positions(shard, whole_ids)
         part = shard.table.part(whole_ids[positions])
-        part.rows["last_step"] = self._stamps(state, "last_step", whole_ids)[positions]
+        last_steps = self._stamps(state, "last_step", whole_ids)
+        part.rows["last_step"] = last_steps[positions]
+
         key = frequency_key(self.options)
         if key in state:
-            frequencies = self._stamps(state, key, whole_ids)[positions]
+            frequencies = self._stamps(state, key, whole_ids)
+            part.rows["frequency"] = frequencies[positions]
         else:  # The state has frequencies of the other kind.
-            frequencies = torch.zeros(len(positions), dtype=torch.int64)
-        part.rows["frequency"] = frequencies
+            no_frequencies = torch.zeros(len(positions), dtype=torch.int64)
+            part.rows["frequency"] = no_frequencies
+
         starts = torch.as_tensor(state["columns"]).tolist()
         for key, kind in self._states.items():
             description = f"RecStore table {self.name!r}: {key}"
             source = WholeRows(description, state[key], whole_ids)
-            width = self.dim if kind == "element" else len(starts)
+            if kind == "element":
+                width = self.dim
+            else:
+                width = len(starts)
             if source.shape[1] != width:
                 raise ValueError(
                     f"{description} is of shape {source.shape}, not {width} columns"
@@ -231,11 +252,14 @@ class RowState:
             columns[key] = []
         for part in table.parts():
             ids.append(part.ids)
-            for key, values in columns.items():
-                values.append(part.rows[key])
-        tensors = {"id": self._give(torch.cat(ids))}
-        for key, values in columns.items():
-            tensors[key] = self._give(torch.cat(values))
+            for key, values_of_parts in columns.items():
+                values_of_parts.append(part.rows[key])
+
+        tensors = {}
+        tensors["id"] = self._give(torch.cat(ids))
+        for key, values_of_parts in columns.items():
+            values = torch.cat(values_of_parts)
+            tensors[key] = self._give(values)
         return tensors
 
 
@@ -257,7 +281,9 @@ def _row_wise(
         place = len(starts)
         if columns.start in starts:
             place = starts.index(columns.start)
-        return source.rows(shard, range(place, place + 1)).squeeze(1)
+        states = source.rows(shard, range(place, place + 1))
+        return states.squeeze(1)
+
     values = source.rows(shard, range(len(starts)))
     covering: list[Tensor] = []
     widths: list[int] = []
@@ -274,7 +300,8 @@ def _row_wise(
 def _check_row_count(name: str, saved: Value, loaded: int) -> None:
     # torch.distributed.checkpoint refuses it itself, but a user's load planner may read
     # as many rows as the model has.
-    rows = int(torch.as_tensor(saved)[0])
+    saved_rows = torch.as_tensor(saved)
+    rows = int(saved_rows[0])
     if rows != loaded:
         raise ValueError(
             f"RecStore table {name!r}: the state has the weights or ids of {loaded}"
@@ -319,12 +346,13 @@ def _checked_weights(
     check_not_shared(shards)
     source = WholeRows(f"RecStore table {name!r}: weight", weight, ids)
     for shard in shards:
-        if shard.table.dim != source.shape[1]:
+        table = shard.table
+        if table.dim != source.shape[1]:
             raise ValueError(
                 f"RecStore table {name!r}: weight is of shape {source.shape}, the"
-                f" table's dim is {shard.table.dim}"
+                f" table's dim is {table.dim}"
             )
-        source.check(shard, shard.table.columns)
+        source.check(shard, table.columns)
     return source
 
 
@@ -343,11 +371,15 @@ def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
     ``source`` has the new rows.
     """
     for shard in shards:
-        rows = source.rows(shard, shard.table.columns)
-        new_ids = source.ids[owned_positions(shard, source.ids)]
-        shard.table.remove(shard.table.ids())
-        shard.table.insert_all(new_ids, rows)
-        shard.table.set_optimizer_steps(0)
+        table = shard.table
+        rows = source.rows(shard, table.columns)
+        positions = owned_positions(shard, source.ids)
+        new_ids = source.ids[positions]
+
+        old_ids = table.ids()
+        table.remove(old_ids)
+        table.insert_all(new_ids, rows)
+        table.set_optimizer_steps(0)
 
 
 @dataclass(eq=False, repr=False)
@@ -410,10 +442,11 @@ class ModuleState:
     def _forget_deltas_of(self, name: str, checksum: str) -> None:
         """Forgets the deltas of a checkpoint whose rows replace those of the deltas."""
         bases = self._bases.get(name, {})
+        checksums_had = self._had.get(name, set())
         deltas = [delta for delta, base in bases.items() if base == checksum]
         for delta in deltas:
             del bases[delta]
-            self._had.get(name, set()).discard(delta)
+            checksums_had.discard(delta)
             self._forget_deltas_of(name, delta)
 
     def has_had_rows_of(self, name: str, checksum: str) -> bool:
@@ -425,7 +458,8 @@ class ModuleState:
 
     def has_had_delta_of(self, name: str, checksum: str) -> bool:
         """Returns whether a table has had rows of a delta of a checkpoint."""
-        return checksum in self._bases.get(name, {}).values()
+        bases = self._bases.get(name, {})
+        return checksum in bases.values()
 
     def forget_rows_of(self, name: str) -> None:
         """Notes that all rows of a table were replaced."""
@@ -470,14 +504,18 @@ class ModuleState:
             key = self.weight_key(prefix, name)
             if self.emits_rows and key in state_dict:
                 raise ValueError(rows_not_loaded(key))
-            state_dict[key] = without_rows_to_load(placeholder_parameter(name, dim))
+            placeholder = placeholder_parameter(name, dim)
+            state_dict[key] = without_rows_to_load(placeholder)
+
         keys = {name: self.weight_key(prefix, name) for name in self.tables}
         if self.emits_rows:
             self._check_same_entries(keys.values(), state_dict)
             self._replace_rows(keys, state_dict)
+
         for name, key in keys.items():
             if key in state_dict or not self.emits_rows:
-                placeholder = placeholder_parameter(name, self.tables[name].dim)
+                dim = self.tables[name].dim
+                placeholder = placeholder_parameter(name, dim)
                 state_dict[key] = without_rows_to_load(placeholder)
 
     def _check_same_entries(
@@ -518,13 +556,14 @@ class ModuleState:
             if table_ids is not None:
                 table_ids = gathered_rows(table_ids, self.env)
             ids[name] = table_ids
+
         sources: dict[str, WholeRows] = {}
         with refused_together(self.env):
             for name in names:
                 row_count = row_counts[name]
                 if row_count is not None:
-                    loaded_rows = state_dict[keys[name]].size(0)
-                    _check_row_count(name, row_count, loaded_rows)
+                    weights = state_dict[keys[name]]
+                    _check_row_count(name, row_count, weights.size(0))
             for name in names:
                 sources[name] = _checked_weights(
                     name,
@@ -532,6 +571,7 @@ class ModuleState:
                     state_dict[keys[name]],
                     ids[name],
                 )
+
         for name, source in sources.items():
             replace_rows(self.tables[name].shards, source)
             self.forget_rows_of(name)
@@ -544,14 +584,17 @@ class ModuleState:
         """
         # Saving is collective for each table, so every rank must have all tables, in
         # the same order.
-        parameters: dict[str, nn.Parameter] = {}
-        states: dict[nn.Parameter, dict[str, RowState]] = {}
         tables: dict[str, RowState] = {}
         for name, table in self.tables.items():
-            tables[self.weight_key("", name)] = table
+            key = self.weight_key("", name)
+            tables[key] = table
+
         of_this_rank: dict[str, nn.Parameter] = {}
         for _, handle in reversed(optimizer.optimizers):
             of_this_rank.update(handle.params)
+
+        parameters: dict[str, nn.Parameter] = {}
+        states: dict[nn.Parameter, dict[str, RowState]] = {}
         for key, table in tables.items():
             parameter = of_this_rank.get(key)
             if parameter is None:
@@ -562,10 +605,10 @@ class ModuleState:
                 )
             parameters[key] = parameter
             states[parameter] = {"rows": table}
-            group = self._groups.setdefault(
-                table.optimizer, {"params": [], "lr": table.optimizer.lr}
-            )
+            new_group = {"params": [], "lr": table.optimizer.lr}
+            group = self._groups.setdefault(table.optimizer, new_group)
             group["params"].append(parameter)
+
         optimizers = []
         for path, handle in optimizer.optimizers:
             recstore_keys = [key for key in handle.params if key in tables]
@@ -576,7 +619,9 @@ class ModuleState:
                 self._handles.append(handle)
             else:
                 optimizers.append((path, handle))
-        of_module = BackwardOptimizer(parameters, states, list(self._groups.values()))
+
+        groups = list(self._groups.values())
+        of_module = BackwardOptimizer(parameters, states, groups)
         self._handles.append(of_module)
         optimizers.append(("", of_module))
         return CombinedOptimizer(optimizers)
@@ -593,6 +638,7 @@ class ModuleState:
         for handle in fresh._handles:
             groups = [groups_by_id[id(group)] for group in handle.param_groups]
             handle.param_groups = groups
+
         self._handles = fresh._handles
         self.copies = fresh.copies
         self.tables = fresh.tables
@@ -615,12 +661,14 @@ class ModuleState:
             warn_of_rows_on_servers()
         if not self.emits_rows:
             return
+
         with refused_together(self.env):
             self.copies.check()
         tables: list[Table] = []
         for shards in self.shards.values():
             tables += [shard.table for shard in shards]
         check_applied(tables, saves=True)
+
         for name, table in self.tables.items():
             key = self.weight_key(prefix, name)
             weights, ids = _export_weights(table)

@@ -95,11 +95,9 @@ class Part:
         """Returns some of the rows: ``which`` are their positions, (n,) int64, or a
         mask, (N,) bool, or a slice.
         """
-        return replace(
-            self,
-            ids=self.ids[which],
-            rows={name: value[which] for name, value in self.rows.items()},
-        )
+        ids = self.ids[which]
+        rows = {name: value[which] for name, value in self.rows.items()}
+        return Part(ids, self.columns, rows)
 
     def owned(self, owned: Owned | None) -> Part:
         """Returns the rows that belong to a shard. None: all of them."""
@@ -132,8 +130,10 @@ class Part:
         """
         start = max(self.columns.start, columns.start)
         stop = min(self.columns.stop, columns.stop)
-        if range(start, stop) == self.columns:
+        common_columns = range(start, stop)
+        if common_columns == self.columns:
             return self
+
         first = self.columns.start
         places = slice(start - first, stop - first)
         rows = {}
@@ -144,7 +144,7 @@ class Part:
                 rows[name] = value[:, places]
             else:
                 rows[name] = value
-        return Part(self.ids, range(start, stop), rows)
+        return Part(self.ids, common_columns, rows)
 
     def stored_as(self, dtype: torch.dtype) -> Part:
         """Returns the rows with weights as a table of ``dtype`` stores them, rounded to
@@ -163,7 +163,9 @@ class Part:
         counts. If only one of the tables has ``Scored()``, the frequencies become 0:
         the rows have no score, or no step has looked them up.
         """
-        if isinstance(saved.eviction, Scored) == isinstance(options.eviction, Scored):
+        had_scores = isinstance(saved.eviction, Scored)
+        has_scores = isinstance(options.eviction, Scored)
+        if had_scores == has_scores:
             return self
         frequency = torch.zeros(len(self), dtype=torch.int64)
         return replace(self, rows={**self.rows, "frequency": frequency})
@@ -199,12 +201,14 @@ class Part:
         for part in cut[1:]:
             if not torch.equal(part.ids, first.ids):
                 raise ValueError("column shards hold different rows")
+
+        # each part must begin where the part before it ends
         starts = [part.columns.start for part in cut]
         stops = [part.columns.stop for part in cut]
         if [*starts, columns.stop] != [columns.start, *stops]:
+            last_column = columns.stop - 1
             raise ValueError(
-                f"the rows lack some of the columns {columns.start} to"
-                f" {columns.stop - 1}"
+                f"the rows lack some of the columns {columns.start} to {last_column}"
             )
         if len(cut) == 1:
             return first
@@ -240,26 +244,30 @@ class Part:
             for value in part.tensors().values():
                 size += _padded(value.nbytes)
             sizes.append(size)
+
         data = torch.empty(sum(sizes), dtype=torch.uint8)
         begin = 0
         for part, header, size in zip(parts, headers, sizes, strict=True):
-            part._pack(header, data[begin : begin + size])
-            begin += size
+            end = begin + size
+            part._pack(header, data[begin:end])
+            begin = end
         return data, sizes
 
     def _pack(self, header: bytes, data: Tensor) -> None:
         """Writes the length of the header, the header and the rows to bytes, (B,)
         uint8.
         """
+        length = data[:_ALIGNMENT].view(torch.int64)
+        length[0] = len(header)
         header_end = _ALIGNMENT + len(header)
-        data[:_ALIGNMENT].view(torch.int64)[0] = len(header)
-        data[_ALIGNMENT:header_end] = torch.frombuffer(
-            bytearray(header), dtype=torch.uint8
-        )
+        header_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        data[_ALIGNMENT:header_end] = header_bytes
+
         begin = _ALIGNMENT + _padded(len(header))
         for value in self.tensors().values():
-            target = data[begin : begin + value.nbytes]
-            target.view(value.dtype).view(value.shape).copy_(value)
+            end = begin + value.nbytes
+            target = data[begin:end].view(value.dtype)
+            target.view(value.shape).copy_(value)
             begin += _padded(value.nbytes)
 
     def _header(self) -> bytes:
@@ -279,14 +287,17 @@ class Part:
         ``data``, (B,) uint8, is contiguous, and its address is a multiple of 8.
         """
         length = int(data[:_ALIGNMENT].view(torch.int64))
-        header = data[_ALIGNMENT : _ALIGNMENT + length]
-        start, stop, described = json.loads(header.numpy().tobytes())
+        header_end = _ALIGNMENT + length
+        header = data[_ALIGNMENT:header_end].numpy().tobytes()
+        start, stop, described = json.loads(header)
+
         named = {}
         begin = _ALIGNMENT + _padded(length)
         for name, dtype_name, shape in described:
             dtype = getattr(torch, dtype_name)
             size = prod(shape) * dtype.itemsize
-            values_of_rows = data[begin : begin + size].view(dtype)
+            end = begin + size
+            values_of_rows = data[begin:end].view(dtype)
             named[name] = values_of_rows.view(shape)
             begin += _padded(size)
         ids = named.pop("ids")
@@ -324,8 +335,10 @@ def zero_states(optimizer: Optimizer, rows: int, columns: int) -> dict[str, Tens
     """
     states = {}
     for name, kind in state_names(optimizer).items():
-        shape = (rows, columns) if kind == "element" else (rows,)
-        states[name] = torch.zeros(shape)
+        if kind == "element":
+            states[name] = torch.zeros(rows, columns)
+        else:
+            states[name] = torch.zeros(rows)
     for name in STAMPS:
         states[name] = torch.zeros(rows, dtype=torch.int64)
     return states
@@ -341,7 +354,8 @@ def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Ten
     columns = sum(widths)
     weighted = []
     for state, width in zip(states, widths, strict=True):
-        weighted.append(state.double() * (width / columns))
+        share_of_columns = width / columns
+        weighted.append(state.double() * share_of_columns)
     return torch.stack(weighted).sum(0).float()
 
 
@@ -357,8 +371,10 @@ def named_rows(optimizer: Optimizer, rows: RowTensors) -> dict[str, Tensor]:
     element_wise_states = iter(elements.unbind(0))
     named = {"weight": weight}
     for name, kind in state_names(optimizer).items():
-        is_element_wise = kind == "element"
-        named[name] = next(element_wise_states) if is_element_wise else row_wise_state
+        if kind == "element":
+            named[name] = next(element_wise_states)
+        else:
+            named[name] = row_wise_state
     named["last_step"] = last_step
     named["frequency"] = frequency
     return named
@@ -386,6 +402,7 @@ class ImageLayout:
             weight = torch.cat([weight, grid], dim=1)
         else:
             weight = as_numbers(weight, self.dtype)
+
         elements = torch.empty(
             len(self.squares),
             len(images),
@@ -398,6 +415,7 @@ class ImageLayout:
             end = begin + state_bytes_of_row
             elements[number] = self._states(images[:, begin:end], is_square)
             begin = end
+
         # the element-wise states are padded to whole floats
         begin = weight_end + aligned(begin - weight_end, 4)
         end = begin + self.state_dtype.itemsize
@@ -444,4 +462,5 @@ def with_last_steps_up_to(images: Tensor, steps: int) -> Tensor:
 
 
 def _unsigned(part: Tensor) -> Tensor:
-    return as_numbers(part, torch.int32).squeeze(1).to(torch.int64) & 0xFFFFFFFF
+    signed = as_numbers(part, torch.int32).squeeze(1)
+    return signed.to(torch.int64) & 0xFFFFFFFF
