@@ -58,7 +58,8 @@ class Difference:
     @property
     def equal(self) -> bool:
         """Whether there is no difference."""
-        return not (self.added or self.gone or self.changed or self.facts)
+        has_changed = self.added or self.gone or self.changed or self.facts
+        return not has_changed
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,13 @@ def compare_chains(
     tables = {}
     for name in sorted({*first_info.tables, *second_info.tables}):
         tables[name] = _compare_tables(first, second, name, on_rows)
+
+    dense = _compare_dense(first_info, second_info)
+    training_state = _differs(first_info.training_state, second_info.training_state)
     return CheckpointDifference(
         tables=tables,
-        dense=_compare_dense(first_info, second_info),
-        training_state=_differs(first_info.training_state, second_info.training_state),
+        dense=dense,
+        training_state=training_state,
     )
 
 
@@ -123,10 +127,10 @@ def _compare_tables(
     first_info = first[-1].tables.get(name)
     second_info = second[-1].tables.get(name)
     if first_info is None or second_info is None:
-        return Difference(
-            added=0 if second_info is None else second_info.rows,
-            gone=0 if first_info is None else first_info.rows,
-        )
+        added = 0 if second_info is None else second_info.rows
+        gone = 0 if first_info is None else first_info.rows
+        return Difference(added=added, gone=gone)
+
     facts: dict[str, tuple[object, object]] = {}
     for fact in _FACTS:
         first_value = getattr(first_info, fact)
@@ -135,6 +139,7 @@ def _compare_tables(
             facts[fact] = (first_value, second_value)
     facts |= _sightings(first[-1], second[-1], name)
     difference = Difference(facts=facts)
+
     columns = common_columns(name, [*first, *second])
     first_table = FoldedTable(first, name, columns)
     second_table = FoldedTable(second, name, columns)
@@ -142,13 +147,17 @@ def _compare_tables(
     keys = ["weight", *states, *STAMPS]
     for first_parts, second_parts in together(first_table, second_table):
         _compare_windows(first_parts, second_parts, keys, difference)
-        on_rows(len(_ids(first_parts)) + len(_ids(second_parts)))
+        first_rows = len(_ids(first_parts))
+        second_rows = len(_ids(second_parts))
+        on_rows(first_rows + second_rows)
     return difference
 
 
 def _ids(parts: Sequence[Part]) -> Tensor:
     """Returns the ids of a window of rows, which has no part after the last row."""
-    return parts[0].ids if parts else torch.empty(0, dtype=torch.int64)
+    if not parts:
+        return torch.empty(0, dtype=torch.int64)
+    return parts[0].ids
 
 
 def _compare_windows(
@@ -161,8 +170,11 @@ def _compare_windows(
 
     The windows have a part for each range of columns, or are empty.
     """
-    in_second = among(_ids(first), _ids(second))
-    in_first = among(_ids(second), _ids(first))
+    first_ids = _ids(first)
+    second_ids = _ids(second)
+    in_second = among(first_ids, second_ids)
+    in_first = among(second_ids, first_ids)
+
     # A slice does not copy the rows.
     first_rows = slice(None) if in_second.all() else in_second
     second_rows = slice(None) if in_first.all() else in_first
@@ -178,6 +190,7 @@ def _compare_windows(
             changed |= differs
             if key not in STAMPS:
                 _grow(difference.largest, key, largest)
+
     difference.both += len(changed)
     difference.added += int((~in_first).sum())
     difference.gone += int((~in_second).sum())
@@ -214,7 +227,8 @@ def _sightings(
 
 def _ordered_sightings(info: CheckpointInfo, name: str) -> Sightings:
     sightings = saved_state(info, name).sightings or no_sightings()
-    return sightings.take(sightings.ids.argsort(stable=True))
+    order = sightings.ids.argsort(stable=True)
+    return sightings.take(order)
 
 
 def _compare_dense(first: CheckpointInfo, second: CheckpointInfo) -> Difference:
@@ -256,10 +270,13 @@ def _changes(first: Tensor, second: Tensor) -> tuple[Tensor, float]:
         differs = first_bits != second_bits
     else:
         differs = first.double() != second.double()
+
     before = first[differs].double()
     after = second[differs].double()
     changes = (before - after).abs()
-    largest = float(changes.max()) if len(changes) else 0.0
+    largest = 0.0
+    if len(changes):
+        largest = float(changes.max())
     if differs.dim() == 2:
         differs = differs.any(dim=1)
     return differs, largest
@@ -280,10 +297,9 @@ def _differs(first: Any, second: Any) -> bool:
         return True
     for name, first_tensor in first_tensors.items():
         second_tensor = second_tensors[name]
-        if (
-            first_tensor.dtype != second_tensor.dtype
-            or first_tensor.shape != second_tensor.shape
-        ):
+        has_same_dtype = first_tensor.dtype == second_tensor.dtype
+        has_same_shape = first_tensor.shape == second_tensor.shape
+        if not has_same_dtype or not has_same_shape:
             return True
         changed, _ = _changes(_as_row(first_tensor), _as_row(second_tensor))
         if changed:
@@ -292,5 +308,6 @@ def _differs(first: Any, second: Any) -> bool:
 
 
 def _as_row(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.flatten().unsqueeze(0)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.flatten().unsqueeze(0)

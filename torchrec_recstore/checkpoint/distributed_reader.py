@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torchrec_recstore.checkpoint.reader import held_rows, overlap
 from torchrec_recstore.checkpoint.warm_start import RowsWithoutState
 from torchrec_recstore.optim import StateKind, state_names
-from torchrec_recstore.sharders.layout import owned_positions
+from torchrec_recstore.sharders.layout import LocalShard, owned_positions
 from torchrec_recstore.sharders.model_tables import ModelTable
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.parts import (
@@ -59,15 +59,17 @@ class SavedTensors:
         for stored in self._metadata.storage_data.values():
             end = stored.offset + stored.length
             name = stored.relative_path
-            file_bytes[name] = max(file_bytes.get(name, 0), end)
+            earlier_end = file_bytes.get(name, 0)
+            file_bytes[name] = max(earlier_end, end)
+
         for name, saved_bytes in file_bytes.items():
             file = self._path / name
             if not file.exists():
                 raise ValueError(f"the checkpoint has lost a file: {file}")
-            if file.stat().st_size < saved_bytes:
+            size = file.stat().st_size
+            if size < saved_bytes:
                 raise ValueError(
-                    f"{file} has {file.stat().st_size} bytes, and had {saved_bytes}"
-                    " when it was saved"
+                    f"{file} has {size} bytes, and had {saved_bytes} when it was saved"
                 )
 
     def check_whole(self, key: str) -> None:
@@ -96,7 +98,9 @@ class SavedTensors:
         It is 0 if there is no such tensor, or if it has no columns.
         """
         shape = self.shape(key)
-        return shape[1] if len(shape) > 1 else 0
+        if len(shape) < 2:
+            return 0
+        return shape[1]
 
     def row_ranges(self, key: str) -> list[range]:
         """Returns the range of rows of each saved piece.
@@ -125,19 +129,24 @@ class SavedTensors:
         tensors: dict[str, Tensor] = {}
         items = []
         for key in keys.values():
+            saved = self.saved[key]
             n_rows, *width = self.shape(key)
             read_rows = range(n_rows) if rows is None else rows
-            tensors[key] = torch.empty(
+            tensor = torch.empty(
                 (len(read_rows), *width),
-                dtype=self.saved[key].properties.dtype,
+                dtype=saved.properties.dtype,
             )
+            tensors[key] = tensor
+
             first_columns = [0] * len(width)
             chunk = ChunkStorageMetadata(
                 offsets=torch.Size([read_rows.start, *first_columns]),
-                sizes=tensors[key].size(),
+                sizes=tensor.size(),
             )
-            items += create_read_items_for_chunk_list(key, self.saved[key], [chunk])
-        self._reader.read_data(LoadPlan(items), _Into(tensors)).wait()
+            items += create_read_items_for_chunk_list(key, saved, [chunk])
+
+        pending = self._reader.read_data(LoadPlan(items), _Into(tensors))
+        pending.wait()
         return {name: tensors[key] for name, key in keys.items()}
 
 
@@ -173,9 +182,11 @@ class SavedTable:
             self._state_names = state_names(table.state.optimizer)
         elif without_state.function is not None:
             self._dim = without_state.saved_dim
+
         self._weights = {"weight": weight_key}
-        if f"{weight_key}_id" in tensors.saved:
-            self._weights["weight_id"] = f"{weight_key}_id"
+        id_key = f"{weight_key}_id"
+        if id_key in tensors.saved:
+            self._weights["weight_id"] = id_key
         self._states: dict[str, str] = {}
         for key in tensors.saved:
             if not key.startswith(states_begin):
@@ -199,13 +210,15 @@ class SavedTable:
                 " optimizer=False, can make rows of the other dim"
             )
         expected_shapes = self._expected_shapes(shape)
-        for name, key in {**self._weights, **self._states}.items():
+        keys = {**self._weights, **self._states}
+        for name, key in keys.items():
             self._tensors.check_whole(key)
             saved_shape = self._tensors.shape(key)
-            if name in expected_shapes and saved_shape != expected_shapes[name]:
+            expected_shape = expected_shapes.get(name, saved_shape)
+            if saved_shape != expected_shape:
                 raise ValueError(
                     f"{label}: {name} is of shape {saved_shape} in the checkpoint, not"
-                    f" {expected_shapes[name]}"
+                    f" {expected_shape}"
                 )
 
     def _expected_shapes(
@@ -220,16 +233,21 @@ class SavedTable:
         shapes = {"weight_id": by_row}
         if not self._states:
             return shapes
+
         column_shards: tuple[int, ...] = ()
         if self._without_state is None:
             self._state.check_keys(self._states)
             column_shards = self._tensors.shape(self._states["columns"])
         else:
             self._state.check_bookkeeping(self._states)
+
         for name in _BY_ROW:
             shapes[name] = by_row
         for name, kind in self._state_names.items():
-            shapes[name] = weight_shape if kind == "element" else by_row + column_shards
+            if kind == "element":
+                shapes[name] = weight_shape
+            else:
+                shapes[name] = by_row + column_shards
         return shapes
 
     def loaded(self) -> list[tuple[Table, Table]]:
@@ -239,24 +257,36 @@ class SavedTable:
         for name, key in self._states.items():
             if name in STATE_KEYS:
                 state_keys[name] = key
-        state = TableState.from_tensors(self._tensors.read(state_keys))
+        state_tensors = self._tensors.read(state_keys)
+        state = TableState.from_tensors(state_tensors)
         if self._without_state is not None:
             state = self._without_state.state(state)
         for shard, fresh in pairs:
             fresh.set_state(state.owned(shard.owned))
+        if pairs:
+            self._write_rows(pairs)
+        return [(shard.table, fresh) for shard, fresh in pairs]
+
+    def _write_rows(self, pairs: Sequence[tuple[LocalShard, Table]]) -> None:
+        """Writes the rows of each shard to its new table.
+
+        Raises ValueError if an id comes several times.
+        """
         written_rows = [0] * len(pairs)
-        for parts in self._parts() if pairs else ():
+        for parts in self._parts():
+            ids = parts[0].ids
             for number, (shard, fresh) in enumerate(pairs):
-                positions = owned_positions(shard, parts[0].ids)
-                fresh.write(self._shard_rows(parts, positions, fresh.columns))
+                positions = owned_positions(shard, ids)
+                rows = self._shard_rows(parts, positions, fresh.columns)
+                fresh.write(rows)
                 written_rows[number] += len(positions)
+
         for n_written, (_, fresh) in zip(written_rows, pairs, strict=True):
             if held_rows(fresh) not in (None, n_written):
                 raise ValueError(
                     f"table {self._state.name!r}: the checkpoint has an id several"
                     " times"
                 )
-        return [(shard.table, fresh) for shard, fresh in pairs]
 
     def _shard_rows(
         self,
@@ -293,12 +323,14 @@ class SavedTable:
         for name, key in self._states.items():
             if name in names:
                 state_keys[name] = key
+
         shard_columns = self._column_shards(has_state=bool(state_keys))
         ids_key = self._weights.get("weight_id", self._weights["weight"])
         for piece in self._tensors.row_ranges(ids_key):
             rows = self._tensors.read(self._weights, piece)
             states = self._tensors.read(state_keys, piece)
-            ids = rows.get("weight_id", torch.arange(piece.start, piece.stop))
+            row_numbers = torch.arange(piece.start, piece.stop)
+            ids = rows.get("weight_id", row_numbers)
             if states and not torch.equal(states["id"], ids):
                 raise ValueError(
                     f"table {self._state.name!r}: the optimizer state in the checkpoint"
@@ -306,9 +338,11 @@ class SavedTable:
                 )
             if not state_keys:  # one column shard, whose state starts at zero
                 states = zero_states(self._state.optimizer, len(ids), self._dim)
+
             parts = []
             for number, columns in enumerate(shard_columns):
-                parts.append(self._part(ids, number, columns, rows["weight"], states))
+                part = self._part(ids, number, columns, rows["weight"], states)
+                parts.append(part)
             yield parts
 
     def _column_shards(self, *, has_state: bool) -> list[range]:
@@ -316,7 +350,8 @@ class SavedTable:
         starts = [0]
         if has_state and self._without_state is None:
             columns_key = {"columns": self._states["columns"]}
-            starts = self._tensors.read(columns_key)["columns"].tolist()
+            saved = self._tensors.read(columns_key)
+            starts = saved["columns"].tolist()
         shards = []
         for start, end in pairwise([*starts, self._dim]):
             shards.append(range(start, end))

@@ -98,12 +98,12 @@ def top_rows(
         raise ValueError("by='drift' compares with an earlier checkpoint: pass since=")
     opened = _open(source, table)
     earlier = None if since is None else _Earlier(since, opened)
-    top_ids = torch.empty(0, dtype=torch.int64)
-    top_columns: dict[str, Tensor] = {}
+    top = _Top(by, count)
     # The values of all rows, in parts.
     measured: dict[str, list[Tensor]] = {"frequency": [], "norm": []}
     if earlier is not None:
         measured["drift"] = []
+
     for block, drift in _blocks_with_drift(opened, earlier):
         columns = {name: block.rows[name] for name in STAMPS}
         columns["norm"] = block.weights.norm(dim=1)
@@ -111,33 +111,57 @@ def top_rows(
             columns["frequency"] = torch.zeros_like(columns["frequency"])
         if drift is not None:
             columns["drift"] = drift
+
         for name, parts in measured.items():
             values = columns[name]
-            parts.append(values[~values.isnan()].float())
-        top_ids = torch.cat([top_ids, block.ids])
-        for name, values in columns.items():
-            if name in top_columns:
-                values = torch.cat([top_columns[name], values])
-            top_columns[name] = values
-        keys = top_columns[by].double().nan_to_num(nan=-torch.inf)
-        order = descending(keys, top_ids)[:count]
-        top_ids = top_ids[order]
-        for name in top_columns:
-            top_columns[name] = top_columns[name][order]
+            is_number = ~values.isnan()
+            parts.append(values[is_number].float())
+        top.add(block.ids, columns)
         advance(len(block.ids))
+
     quantiles = {}
     for name, parts in measured.items():
         if parts:
             quantiles[name] = _quantiles(torch.cat(parts))
+    added: int | None = None
+    gone: int | None = None
+    if earlier is not None:
+        added = opened.rows - earlier.remaining
+        gone = earlier.rows - earlier.remaining
     return TopRows(
         rows=opened.rows,
         steps=opened.steps,
-        added=None if earlier is None else opened.rows - earlier.remaining,
-        gone=None if earlier is None else earlier.rows - earlier.remaining,
-        ids=top_ids,
-        columns=top_columns,
+        added=added,
+        gone=gone,
+        ids=top.ids,
+        columns=top.columns,
         quantiles=quantiles,
     )
+
+
+class _Top:
+    """The rows with the largest values of one column, of the rows added so far."""
+
+    def __init__(self, by: By, count: int) -> None:
+        self._by = by
+        self._count = count
+        self.ids = torch.empty(0, dtype=torch.int64)
+        self.columns: dict[str, Tensor] = {}
+
+    def add(self, ids: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Adds the rows of a block, (N,) int64 ids and (N,) columns by name."""
+        all_ids = torch.cat([self.ids, ids])
+        all_columns: dict[str, Tensor] = {}
+        for name, values in columns.items():
+            if name in self.columns:
+                values = torch.cat([self.columns[name], values])
+            all_columns[name] = values
+
+        keys = all_columns[self._by].double().nan_to_num(nan=-torch.inf)
+        order = descending(keys, all_ids)[: self._count]
+        self.ids = all_ids[order]
+        for name, values in all_columns.items():
+            self.columns[name] = values[order]
 
 
 def _blocks_with_drift(
@@ -188,7 +212,8 @@ def neighbours(
     opened = _open(source, table)
     row = None
     for block in opened.blocks():
-        matching_rows = block.weights[block.ids == id]
+        is_match = block.ids == id
+        matching_rows = block.weights[is_match]
         if len(matching_rows):
             row = matching_rows[0]
         advance(len(block.ids))
@@ -223,7 +248,8 @@ def nearest(
 def _check_arguments(name: str, value: str, literal: Any, count: int) -> None:
     choices = get_args(literal)
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
+        listed = ", ".join(choices)
+        raise ValueError(f"{name}={value!r} is not one of {listed}")
     if count < 1:
         raise ValueError(f"count must be at least 1, not {count}")
 
@@ -248,7 +274,10 @@ def _nearest(
         block_values = nearness[metric](block.weights[is_candidate])
         ids = torch.cat([ids, block.ids[is_candidate]])
         values = torch.cat([values, block_values])
-        keys = -values.double() if metric == "l2" else values.double()
+
+        keys = values.double()
+        if metric == "l2":
+            keys = -keys
         order = descending(keys, ids)[:count]
         ids = ids[order]
         values = values[order]
@@ -262,7 +291,9 @@ def descending(keys: Tensor, ids: Tensor) -> Tensor:
     Equal keys are in ascending order of ``ids``.
     """
     by_id = ids.argsort()
-    return by_id[keys[by_id].argsort(descending=True, stable=True)]
+    keys_by_id = keys[by_id]
+    order = keys_by_id.argsort(descending=True, stable=True)
+    return by_id[order]
 
 
 def _quantiles(measured: Tensor) -> dict[float, float]:
@@ -294,7 +325,8 @@ class _OfTable:
     def _block(self, ids: Tensor) -> Part:
         """Reads the rows of those of the ids that have one."""
         while True:
-            present = ids[self._table.contains(ids)]
+            has_row = self._table.contains(ids)
+            present = ids[has_row]
             try:
                 return self._table.part(present)
             except ValueError:
@@ -359,7 +391,9 @@ class _Earlier:
                 earlier = Part.joined(earlier_window, columns)
                 in_earlier = among(later.ids, earlier.ids)
                 in_later = among(earlier.ids, later.ids)
-                difference = later.weights[in_earlier] - earlier.weights[in_later]
+                weights_after = later.weights[in_earlier]
+                weights_before = earlier.weights[in_later]
+                difference = weights_after - weights_before
                 changes[in_earlier] = difference.norm(dim=1)
                 self.remaining += int(in_earlier.sum())
             yield later, changes
@@ -372,14 +406,17 @@ def _open(source: Source, table: str | None) -> _Opened:
                 "table= names a table of a checkpoint, and the source is a table"
             )
         return _OfTable(source)
+
     chain = read_chain(Path(source))
     check_files(chain)
-    names = list(chain[-1].tables)
+    newest = chain[-1]
+    names = sorted(newest.tables)
     if table is None and len(names) == 1:
         (table,) = names
     if table not in names:
         problem = f"there is no table {table!r}"
         if table is None:
             problem = "name one of its tables"
-        raise ValueError(f"{chain[-1].path}: {problem}: {', '.join(sorted(names))}")
+        listed = ", ".join(names)
+        raise ValueError(f"{newest.path}: {problem}: {listed}")
     return _OfCheckpoint(list(chain), table)

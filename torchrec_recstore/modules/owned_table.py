@@ -53,7 +53,10 @@ class OwnedTable:
 
         def converted(part: Part) -> Part:
             rows = zero_states(optimizer, len(part), old.dim)
-            kept_names = ["weight", *rows] if keeps_state else ["weight", *STAMPS]
+            if keeps_state:
+                kept_names = ["weight", *rows]
+            else:
+                kept_names = ["weight", *STAMPS]
             for name in kept_names:
                 if name in part.rows:
                     rows[name] = part.rows[name]
@@ -80,7 +83,8 @@ class OwnedTable:
         if process is not None:
             # Tensors that are pickled for a new process are in shared memory, which
             # must exist until it has started.
-            weakref.finalize(process, state.clear).atexit = False
+            finalizer = weakref.finalize(process, state.clear)
+            finalizer.atexit = False
         return _restored, (self._arguments, state)
 
 
@@ -124,9 +128,11 @@ def table_state(table: Table) -> dict[str, Tensor]:
             if values.dtype is torch.uint8:  # rows of 8 bits
                 values = part.weights
             if name not in columns:
-                columns[name] = values.new_empty((len(ids), *values.shape[1:]))
+                shape = (len(ids), *values.shape[1:])
+                columns[name] = values.new_empty(shape)
             columns[name][first:end] = values
         first = end
+
     columns[frequency_key(table.options)] = columns.pop("frequency")
     return {
         "weight": columns.pop("weight"),
@@ -166,7 +172,8 @@ def _fill(table: Table, state: Mapping[str, Tensor]) -> None:
         names = ["weight", *state_names(table.optimizer), "last_step"]
         rows = {name: state[name] for name in names}
         rows["frequency"] = state[frequency_key(table.options)]
-        table.write(Part(state["weight_id"], table.columns, rows))
+        part = Part(state["weight_id"], table.columns, rows)
+        table.write(part)
 
 
 def _copy(
@@ -189,13 +196,21 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise ValueError(f"{key} must be a tensor, got {type(value).__name__}")
     weight = _plain_tensor("weight", state["weight"])
     rows = weight.shape[0] if weight.dim() else 0
-    floats = {"weight": "element", **state_names(table.optimizer)}
+
     of_table = {}
     for key in STATE_KEYS:
         if key in state:
             of_table[key] = _plain_tensor(key, state[key])
     checked = TableState.from_tensors(of_table).tensors()
-    for key in [*floats, "weight_id", "last_step", frequency_key(table.options)]:
+
+    floats = {"weight": "element", **state_names(table.optimizer)}
+    by_row = [
+        *floats,
+        "weight_id",
+        "last_step",
+        frequency_key(table.options),
+    ]
+    for key in by_row:
         shape: tuple[int, ...] = (rows,)
         if floats.get(key) == "element":
             shape = (rows, table.dim)
@@ -210,9 +225,10 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
         elif key == "weight_id":
             checked[key] = torch.arange(rows)
+        elif key in floats:
+            checked[key] = torch.zeros(shape, dtype=torch.float32)
         else:
-            dtype = torch.float32 if key in floats else torch.int64
-            checked[key] = torch.zeros(shape, dtype=dtype)
+            checked[key] = torch.zeros(shape, dtype=torch.int64)
     _check_ids(checked["weight_id"])
     return checked
 
@@ -240,9 +256,11 @@ def _checked_column(
 def _check_ids(ids: Tensor) -> None:
     if ids.dtype is not torch.int64:
         raise ValueError(f"weight_id must be int64, got {ids.dtype}")
-    if bool((ids[1:] > ids[:-1]).all()):
+    ascends = ids[1:] > ids[:-1]
+    if bool(ascends.all()):
         return
-    if bool((ids.sort().values.diff() == 0).any()):
+    steps = ids.sort().values.diff()
+    if bool((steps == 0).any()):
         raise ValueError("weight_id must not contain the same id twice")
 
 
@@ -255,8 +273,10 @@ def _plain_tensor(key: str, value: Tensor) -> Tensor:
     local_shards = getattr(value, "local_shards", None)
     if local_shards is None:
         return value
+    rows = torch.empty(0)
     shards = sorted(local_shards(), key=lambda shard: shard.metadata.shard_offsets[0])
-    rows = torch.cat([shard.tensor for shard in shards]) if shards else torch.empty(0)
+    if shards:
+        rows = torch.cat([shard.tensor for shard in shards])
     if rows.shape != value.size():
         raise ValueError(
             f"{key} is sharded over several ranks or columns, and this process has only"

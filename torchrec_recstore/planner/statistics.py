@@ -24,6 +24,7 @@ from torchrec_recstore.modules import (
 )
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.table_configs import missing_features
+from torchrec_recstore.utils import ceil_div
 
 HOT_PART = 10
 """``hot_share`` is that of one in so many ids."""
@@ -98,7 +99,8 @@ class TableStatistics:
         if self.rows is None or self.rows_per_step is None:
             missing = "rows" if self.rows is None else "rows_per_step"
             raise ValueError(f"the growth is not known: {missing} was not measured")
-        rows = round(self.rows + steps * self.rows_per_step)
+        new_rows = steps * self.rows_per_step
+        rows = round(self.rows + new_rows)
         return replace(self, rows=max(0, rows))
 
     def distinct_ids(self, samples: int) -> float:
@@ -109,7 +111,8 @@ class TableStatistics:
         is larger than the measured ones.
         """
         share = 1.0 if self.unique_share is None else self.unique_share
-        return samples * sum(self.ids_per_sample or ()) * share
+        ids_of_sample = sum(self.ids_per_sample or ())
+        return samples * ids_of_sample * share
 
 
 def _is_finite_number(value: object) -> bool:
@@ -185,6 +188,7 @@ def measure_statistics(
             table_batch = KeyedJaggedTensor.from_jt_dict(features)
             if len(table_batch.values()):
                 table_batches[config.name].append(table_batch)
+
     statistics_by_name = {}
     for config in configs:
         statistics_by_name[config.name] = _measured(
@@ -208,11 +212,14 @@ def _measured(
     _, id_counts = torch.unique(ids, return_counts=True)
     n_unique = 0
     for batch in batches:
-        n_unique += len(torch.unique(batch.values()))
+        batch_ids = torch.unique(batch.values())
+        n_unique += len(batch_ids)
+
     ids_per_sample = []
     lengths = [batch.length_per_key() for batch in batches]
     for feature_lengths in zip(*lengths, strict=True):
         ids_per_sample.append(sum(feature_lengths) / samples)
+
     ns_per_id = None
     if optimizer is not None:
         ns_per_id = _ns_per_id(config, batches, optimizer)
@@ -234,13 +241,16 @@ def _hot_share(batches: Sequence[KeyedJaggedTensor]) -> float | None:
         return None
     earlier = torch.cat([batch.values() for batch in batches[:half]])
     distinct_ids, counts = torch.unique(earlier, return_counts=True)
-    most_frequent = counts.topk(-(-len(distinct_ids) // HOT_PART)).indices
+    hot_count = ceil_div(len(distinct_ids), HOT_PART)
+    most_frequent = counts.topk(hot_count).indices
     hot_ids = distinct_ids[most_frequent]
+
     hot = 0
     distinct = 0
     for batch in batches[half:]:
         batch_ids = torch.unique(batch.values())
-        hot += int(torch.isin(batch_ids, hot_ids).sum())
+        is_hot = torch.isin(batch_ids, hot_ids)
+        hot += int(is_hot.sum())
         distinct += len(batch_ids)
     return hot / distinct
 
@@ -268,8 +278,10 @@ def _ns_per_id(
             rows = [feature_rows.values() for feature_rows in output.values()]
         gradients = [torch.ones_like(tensor) for tensor in rows]
         torch.autograd.backward(rows, gradients)
-        times.append((time.perf_counter_ns() - start) / len(features.values()))
-    return statistics.median(times[len(batches) :])
+        elapsed_ns = time.perf_counter_ns() - start
+        times.append(elapsed_ns / len(features.values()))
+    second_times = times[len(batches) :]
+    return statistics.median(second_times)
 
 
 def read_statistics(path: str | os.PathLike[str]) -> dict[str, TableStatistics]:
@@ -296,13 +308,16 @@ def read_statistics(path: str | os.PathLike[str]) -> dict[str, TableStatistics]:
     else:
         checkpoints = [read_info(metadata.parent) for metadata in run]
         checkpoints.sort(key=lambda info: info.step)
+
     tables = {}
     for name, table in checkpoints[-1].tables.items():
         growth = None
         for info in reversed(checkpoints):
             earlier = info.tables.get(name)
             if earlier is not None and earlier.steps < table.steps:
-                growth = (table.rows - earlier.rows) / (table.steps - earlier.steps)
+                new_rows = table.rows - earlier.rows
+                steps = table.steps - earlier.steps
+                growth = new_rows / steps
                 break
         tables[name] = TableStatistics(rows=table.rows, rows_per_step=growth)
     return tables
@@ -319,12 +334,14 @@ def write_statistics(
     Raises:
         OSError: The file cannot be written.
     """
+    entries = {name: _measured_fields(table) for name, table in tables.items()}
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "tables": {name: _measured_fields(table) for name, table in tables.items()},
+        "tables": entries,
     }
-    Path(path).write_text(json.dumps(document, indent=1) + "\n")
+    text = json.dumps(document, indent=1)
+    Path(path).write_text(text + "\n")
 
 
 def _read_file(path: Path) -> dict[str, TableStatistics]:
@@ -333,10 +350,10 @@ def _read_file(path: Path) -> dict[str, TableStatistics]:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"it is not of the format {FORMAT!r}")
         check_fields("it", document, ("format", "version", "tables"))
-        if document["version"] != VERSION:
+        version = document["version"]
+        if version != VERSION:
             raise ValueError(
-                f"it is of version {document['version']}, and this version reads"
-                f" {VERSION}"
+                f"it is of version {version}, and this version reads {VERSION}"
             )
         tables = {}
         for name, entry in document["tables"].items():

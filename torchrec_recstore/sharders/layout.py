@@ -62,7 +62,10 @@ class LocalShard:
         All column shards have the same sightings.
         """
         state = self.table.state()
-        return replace(state, sightings=None) if self.table.columns.start else state
+        is_first = self.table.columns.start == 0
+        if is_first:
+            return state
+        return replace(state, sightings=None)
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,9 @@ class RowTensor(ShardedTensor):
     def size(self, dim: int | None = None) -> Any:
         """Returns the size. torch's method would warn that ShardedTensor is deprecated."""
         size = self.metadata().size
-        return size if dim is None else size[dim]
+        if dim is None:
+            return size
+        return size[dim]
 
     def local_shards(self) -> list[TensorShard]:
         """Returns this rank's shards.
@@ -219,10 +224,12 @@ class RowTensor(ShardedTensor):
         if self.ids is None:
             self._stock().gather(dst, out, enforce_dtype, dtype)
             return
+
         receives = dist.get_rank(self._process_group) == dst
         with refused_together(self._env):
             if receives:
                 self._check_shape(out)
+
         ids: Tensor | None = None
         rows: Tensor | None = None
         if receives:
@@ -231,6 +238,7 @@ class RowTensor(ShardedTensor):
         if self.size(0):
             self.ids.gather(dst, ids, dtype=torch.int64)
             self._stock().gather(dst, rows, dtype=self.dtype)
+
         with refused_together(self._env):
             if out is None or ids is None or rows is None:
                 return
@@ -248,11 +256,12 @@ class RowTensor(ShardedTensor):
                 out[ids.to(out.device)] = rows.to(out)
 
     def _check_shape(self, out: Tensor | None) -> None:
-        if out is None or out.dim() != 2 or out.shape[1] != self.size(1):
+        dim = self.size(1)
+        if out is None or out.dim() != 2 or out.shape[1] != dim:
             shape = "None" if out is None else tuple(out.shape)
             raise ValueError(
-                f"{self._description}: out must have the shape"
-                f" (rows, {self.size(1)}), got {shape}"
+                f"{self._description}: out must have the shape (rows, {dim}), got"
+                f" {shape}"
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -308,23 +317,29 @@ class ShardLayout:
         local_sizes = []
         for shard in shards:
             table = shard.table
-            local_sizes.append((len(table), table.columns, value_dtype(table.dtype)))
-        states = [shard.state() for shard in shards] if with_state else []
+            dtype = value_dtype(table.dtype)
+            local_sizes.append((len(table), table.columns, dtype))
+        states: list[TableState] = []
+        if with_state:
+            states = [shard.state() for shard in shards]
         gathered = all_gathered((local_sizes, states), env)
+
         self._name = name
         all_states: list[TableState] = []
         for _, states_of_rank in gathered:
             all_states += states_of_rank
         self.state = TableState.merged(all_states)
         self._env = env
+
         ends: dict[range, int] = {}
         self._pieces: list[_Piece] = []
         for rank, (sizes, _) in enumerate(gathered):
-            for rows, columns, dtype in sizes:
+            for row_count, columns, dtype in sizes:
                 self.dtype = dtype  # The dtype of lookups is the same in every shard.
                 begin = ends.get(columns, 0)
-                ends[columns] = begin + rows
-                self._pieces.append(_Piece(rank, range(begin, begin + rows), columns))
+                end = begin + row_count
+                ends[columns] = end
+                self._pieces.append(_Piece(rank, range(begin, end), columns))
         if len(set(ends.values())) > 1:
             raise RuntimeError(
                 f"RecStore table {name!r}: its column shards hold different numbers of"
@@ -377,19 +392,23 @@ class ShardLayout:
         else:
             last_columns = self.column_shards[-1]
             size.append(places[last_columns].stop)
+
         pieces = _pieces_with_rows(pieces)
         shards = []
         for piece in pieces:
             shards += [_shard_metadata(part, places) for part in piece.cut()]
+
         local_shards = []
         local_pieces = [piece for piece in self._pieces if piece.rank == self._env.rank]
         for piece, tensor in zip(local_pieces, tensors, strict=True):
             if piece not in pieces:
                 continue
             for part in piece.cut():
-                first = part.rows.start - piece.rows.start
-                rows = tensor[first : first + len(part.rows)]
-                local_shards.append(TensorShard(rows, _shard_metadata(part, places)))
+                begin = part.rows.start - piece.rows.start
+                end = begin + len(part.rows)
+                part_metadata = _shard_metadata(part, places)
+                local_shards.append(TensorShard(tensor[begin:end], part_metadata))
+
         metadata = ShardedTensorMetadata(
             shards,
             torch.Size(size),
@@ -454,11 +473,14 @@ class WholeRows:
             raise ValueError(
                 f"{description} must have two dimensions, got the shape {self.shape}"
             )
-        self.ids = torch.arange(self.shape[0]) if ids is None else ids
-        if self.ids.shape != self.shape[:1] or self.ids.dtype is not torch.int64:
+        rows = self.shape[0]
+        if ids is None:
+            ids = torch.arange(rows)
+        self.ids = ids
+        if tuple(ids.shape) != (rows,) or ids.dtype is not torch.int64:
             raise ValueError(
-                f"{description} has {self.shape[0]} rows, its ids are {self.ids.dtype} of"
-                f" shape {tuple(self.ids.shape)}"
+                f"{description} has {rows} rows, its ids are {ids.dtype} of shape"
+                f" {tuple(ids.shape)}"
             )
 
     @property
@@ -473,9 +495,10 @@ class WholeRows:
         ranges = [torch.empty(0, dtype=torch.int64)]
         for first, rows in self._local(columns):
             ranges.append(torch.arange(first, first + len(rows)))
+        local_positions = torch.cat(ranges)
         # If the positions differ, other ranks have rows of this shard, or the columns
         # are split in another way.
-        if not torch.equal(torch.cat(ranges), owned_positions(shard, self.ids)):
+        if not torch.equal(local_positions, owned_positions(shard, self.ids)):
             raise ValueError(
                 f"{self._description} is sharded in another way than the model:"
                 " load_distributed_checkpoint can read it"
@@ -491,8 +514,10 @@ class WholeRows:
             parts = [torch.empty(0, len(columns))]
             parts += [rows for _, rows in self._local(columns)]
             return torch.cat(parts).to(torch.float32)
+
         positions = owned_positions(shard, self.ids)
-        rows = self._value[positions, columns.start : columns.stop]
+        cut = slice(columns.start, columns.stop)
+        rows = self._value[positions, cut]
         return rows.to(torch.float32)
 
     def _local(self, columns: range) -> list[tuple[int, Tensor]]:
@@ -532,6 +557,7 @@ def gathered_rows(value: Value, env: ShardingEnv) -> Tensor:
     for shard in value.local_shards():
         first_row = shard.metadata.shard_offsets[0]
         local_parts.append((first_row, shard.tensor.clone()))
+
     parts: list[tuple[int, Tensor]] = []
     for parts_of_rank in all_gathered(local_parts, env):
         parts += parts_of_rank

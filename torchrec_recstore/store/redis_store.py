@@ -104,16 +104,21 @@ class RedisColdStore:
         self._next_check_s = 0.0
         # each node's number of evicted keys at the last check, by its run_id
         self._evicted: dict[str, int] = {}
+
         self._prefix = f"recstore:{escaped_name(name)}:{{{new_run()}-"
         groups = CLUSTER_GROUPS if self._cluster else 1
-        self._group_keys = [
-            f"{self._prefix}{group:02x}}}".encode() for group in range(groups)
-        ]
-        self._key_bytes = len(self._group_keys[0]) + ID_BYTES
-        self._group_prefixes = join(self._group_keys, len(self._group_keys[0]))
+        self._group_keys: list[bytes] = []
+        for group in range(groups):
+            key = f"{self._prefix}{group:02x}}}"
+            self._group_keys.append(key.encode())
+        group_key_bytes = len(self._group_keys[0])
+        self._key_bytes = group_key_bytes + ID_BYTES
+        self._group_prefixes = join(self._group_keys, group_key_bytes)
+
         self._acknowledged = [0] * groups
         self._attempted = [0] * groups
-        self._rows_a_command = max(1, min(_COMMAND_KEYS, _COMMAND_BYTES // row_bytes))
+        rows_of_command_bytes = _COMMAND_BYTES // row_bytes
+        self._rows_a_command = max(1, min(_COMMAND_KEYS, rows_of_command_bytes))
         self._rows_a_pipeline = max(1, _PIPELINE_BYTES // row_bytes)
         self._call(self._set_up)
 
@@ -139,18 +144,17 @@ class RedisColdStore:
             [torch.uint8],
         )
         self._check_open()
-        size = self._rows_a_pipeline
-        for part_ids, part_rows in zip(
-            in_parts(ids, size), in_parts(rows, size), strict=True
-        ):
+        parts_of_ids = in_parts(ids, self._rows_a_pipeline)
+        parts_of_rows = in_parts(rows, self._rows_a_pipeline)
+        for part_ids, part_rows in zip(parts_of_ids, parts_of_rows, strict=True):
             batches, order = self._in_groups(part_ids)
             if order is not None:
                 part_rows = part_rows[order]
             values = iter(split(part_rows))
-            writes = [
-                _GroupWrite(group, keys, list(islice(values, len(keys))))
-                for group, keys in batches
-            ]
+            writes = []
+            for group, keys in batches:
+                values_of_keys = list(islice(values, len(keys)))
+                writes.append(_GroupWrite(group, keys, values_of_keys))
             self._call(partial(self._write, writes))
 
     def delete(self, ids: Tensor) -> None:
@@ -169,7 +173,8 @@ class RedisColdStore:
         """
         self._check_open()
         ids = self._call(self._scan_ids)
-        self._call(partial(self._check_versions, range(len(self._group_keys))))
+        all_groups = range(len(self._group_keys))
+        self._call(partial(self._check_versions, all_groups))
         return self._rows_of(ids)
 
     def close(self) -> None:
@@ -181,7 +186,8 @@ class RedisColdStore:
             return
         self._open = False
         try:
-            for part in in_parts(self._scan_ids(), self._rows_a_pipeline):
+            ids = self._scan_ids()
+            for part in in_parts(ids, self._rows_a_pipeline):
                 batches, _ = self._in_groups(part)
                 self._run([("UNLINK", *keys) for _, keys in batches])
             self._run([("UNLINK", key) for key in self._group_keys])
@@ -226,10 +232,9 @@ class RedisColdStore:
                 # a server that has restarted may have other settings
                 self._next_check_s = 0.0
                 if backoff.left_s <= 0:
-                    raise self._error(
-                        f"cannot be reached for {self._options.retry_seconds:g} s",
-                        error,
-                    ) from error
+                    tried_s = self._options.retry_seconds
+                    fault = f"cannot be reached for {tried_s:g} s"
+                    raise self._error(fault, error) from error
                 backoff.pause()
             except redis.RedisError as error:
                 raise self._error("has failed", error) from error
@@ -274,7 +279,8 @@ class RedisColdStore:
         return answers
 
     def _set_up(self) -> None:
-        if self._connected().get_encoder().decode_responses:
+        encoder = self._connected().get_encoder()
+        if encoder.decode_responses:
             raise self._error("cannot be used", "the url must not set decode_responses")
         self._run([("SET", key, b"0") for key in self._group_keys])
 
@@ -286,9 +292,11 @@ class RedisColdStore:
         for node in self._nodes():
             run = str(node.get("run_id", ""))
             policy = str(node.get("maxmemory_policy", ""))
-            evicted[run] = int(node.get("evicted_keys", 0))
-            evicted_before = self._evicted.get(run, evicted[run])
-            new_evicted = evicted[run] - evicted_before
+            limit_bytes = int(node.get("maxmemory", 0))
+            evicted_keys = int(node.get("evicted_keys", 0))
+            evicted_before = self._evicted.get(run, evicted_keys)
+            new_evicted = evicted_keys - evicted_before
+            evicted[run] = evicted_keys
             # A volatile policy evicts only keys with an expiry time, and the keys of
             # rows have none.
             if new_evicted > 0 and not policy.startswith("volatile-"):
@@ -298,7 +306,7 @@ class RedisColdStore:
                     " noeviction; set maxmemory-policy to noeviction, close the table"
                     " and load the last checkpoint",
                 )
-            if int(node.get("maxmemory", 0)) and policy.startswith("allkeys-"):
+            if limit_bytes and policy.startswith("allkeys-"):
                 raise self._error(
                     "would lose rows",
                     f"its maxmemory-policy is {policy}; it must be noeviction",
@@ -319,7 +327,9 @@ class RedisColdStore:
         except redis.ResponseError:
             return []
         # a cluster of one node answers without a name of it
-        return [answer] if "used_memory" in answer else list(answer.values())
+        if "used_memory" in answer:
+            return [answer]
+        return list(answer.values())
 
     def _in_groups(
         self, ids: Tensor
@@ -339,17 +349,19 @@ class RedisColdStore:
             groups = (hashes >> 40) & (group_count - 1)
             groups, order = groups.sort(stable=True)
             ids = ids[order]
+
         prefixes = self._group_prefixes[groups]
-        keys = split(torch.cat([prefixes, id_bytes(ids)], dim=1))
+        encoded_keys = torch.cat([prefixes, id_bytes(ids)], dim=1)
+        keys = split(encoded_keys)
         counts = groups.bincount(minlength=group_count).tolist()
         batches = []
-        begin = 0
+        group_begin = 0
         for group, count in enumerate(counts):
-            group_keys = keys[begin : begin + count]
-            for first in range(0, count, self._rows_a_command):
-                batch = group_keys[first : first + self._rows_a_command]
-                batches.append((group, batch))
-            begin += count
+            group_end = group_begin + count
+            for begin in range(group_begin, group_end, self._rows_a_command):
+                end = min(begin + self._rows_a_command, group_end)
+                batches.append((group, keys[begin:end]))
+            group_begin = group_end
         return batches, order
 
     def _check_version(self, group: int, answer: bytes | None) -> None:
@@ -381,13 +393,15 @@ class RedisColdStore:
         commands: list[tuple[Any, ...]] = []
         for group, keys, values in writes:
             self._attempted[group] += 1
-            version = (self._group_keys[group], b"%d" % self._attempted[group])
+            version = b"%d" % self._attempted[group]
+            version_key = self._group_keys[group]
             if values is None:
                 commands.append(("UNLINK", *keys))
-                commands.append(("SET", *version))
+                commands.append(("SET", version_key, version))
             else:
                 pairs = zip(keys, values, strict=True)
-                commands.append(("MSET", *itertools.chain(*pairs), *version))
+                keys_and_values = itertools.chain(*pairs)
+                commands.append(("MSET", *keys_and_values, version_key, version))
         self._run(commands)
         for group in groups:
             self._acknowledged[group] = self._attempted[group]
@@ -398,6 +412,7 @@ class RedisColdStore:
         for group, keys in batches:
             commands.append(("MGET", self._group_keys[group], *keys))
         answers = self._call(partial(self._run, commands))
+
         values: list[bytes | None] = []
         for (group, _), answer in zip(batches, answers, strict=True):
             version, *batch_values = answer
@@ -406,9 +421,12 @@ class RedisColdStore:
         has_row, rows = found_rows(values, self._row_bytes)
         if order is None:
             return has_row, rows
+
         # from the order of the groups to that of the ids
-        has_row_in_order = torch.empty_like(has_row).scatter_(0, order, has_row)
-        rows_in_order = rows[order[has_row].argsort()]
+        has_row_in_order = torch.empty_like(has_row)
+        has_row_in_order.scatter_(0, order, has_row)
+        positions = order[has_row]
+        rows_in_order = rows[positions.argsort()]
         return has_row_in_order, rows_in_order
 
     def _scan_ids(self) -> Tensor:
@@ -432,7 +450,8 @@ class RedisColdStore:
             if not has_row.all():
                 missing = int((~has_row).sum())
                 raise self._error(
-                    "has changed while it was scanned", f"{missing} rows are gone"
+                    "has changed while it was scanned",
+                    f"{missing} rows are gone",
                 )
             if len(part):
                 yield part, rows
