@@ -18,9 +18,15 @@ def set_fields(value: Any) -> str:
         default: Any = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        if field.repr and getattr(value, field.name) != default:
-            shown.append(f"{field.name}={getattr(value, field.name)!r}")
-    return f"{type(value).__name__}({', '.join(shown)})"
+        if not field.repr:
+            continue
+        field_value = getattr(value, field.name)
+        if field_value != default:
+            shown.append(f"{field.name}={field_value!r}")
+
+    name = type(value).__name__
+    arguments = ", ".join(shown)
+    return f"{name}({arguments})"
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -29,15 +35,21 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for number, name in enumerate(columns):
         cells = [row[number] for row in rows]
         aligned_columns.append(_aligned(name, cells))
-    lines = ["  ".join(cells) for cells in zip(*aligned_columns, strict=True)]
-    return "\n".join(line.rstrip() for line in lines)
+
+    lines = []
+    for aligned_cells in zip(*aligned_columns, strict=True):
+        line = "  ".join(aligned_cells)
+        lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
 def _aligned(name: str, cells: Sequence[str]) -> list[str]:
     """Returns the name of a column, a rule and the cells, all equally wide."""
     width = max(len(line) for line in [name, *cells])
-    lines = [name, "-" * width, *cells]
-    if cells and all(cell[:1].isdigit() for cell in cells):
+    rule = "-" * width
+    lines = [name, rule, *cells]
+    are_numbers = bool(cells) and all(cell[:1].isdigit() for cell in cells)
+    if are_numbers:
         return [line.rjust(width) for line in lines]
     return [line.ljust(width) for line in lines]
 

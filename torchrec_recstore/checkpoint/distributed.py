@@ -244,9 +244,8 @@ class _StockEntries:
                 planner=DefaultLoadPlanner(allow_partial_load=not strict),
             )
         with rows_left_out(self._model):
-            self._model.load_state_dict(
-                {key: state[prefix + key] for key in self.weights}
-            )
+            weights = {key: state[prefix + key] for key in self.weights}
+            self._model.load_state_dict(weights)
             if states_prefix is not None and self._optimizer:
                 new_states = dict(self._all_states)
                 for key in self._states:
@@ -265,13 +264,17 @@ class _TableKeys:
         self._chosen = recstore_tables(model)
         if warm.tables is not None:
             self._chosen = list(tables_named(model, warm.tables).values())
+
         renamed = tables_named(model, warm.rename.values())
         self._sources: dict[ModelTable, str] = {}
         for source, target in warm.rename.items():
-            self._sources[renamed[target]] = source
+            table = renamed[target]
+            self._sources[table] = source
+        tables_with_functions = tables_named(model, warm.rows)
         self.functions: dict[ModelTable, RowFunction] = {}
-        for name, table in tables_named(model, warm.rows).items():
+        for name, table in tables_with_functions.items():
             self.functions[table] = warm.rows[name]
+
         for table in self._sources:
             if table not in self._chosen:
                 raise warm.not_chosen("rename", table.name)
@@ -320,11 +323,15 @@ class _TableKeys:
 
     def _likely_key(self, table: ModelTable) -> str:
         source = self._sources.get(table)
-        return table.weight_key if source is None else table.key_of(source)
+        if source is None:
+            return table.weight_key
+        return table.key_of(source)
 
     def _renamed_key(self, table: ModelTable, source: str, saved: Set[str]) -> str:
-        if table.key_of(source) in saved:
-            return table.key_of(source)
+        likely_key = table.key_of(source)
+        if likely_key in saved:
+            return likely_key
+
         keys_by_name: dict[str, list[str]] = {}
         for key in sorted(saved):
             for name in _table_names(key):
@@ -337,10 +344,10 @@ class _TableKeys:
                 " checkpoint, and the values are names in the model"
             )
         if len(matching_keys) > 1:
+            listed = ", ".join(matching_keys)
             raise ValueError(
                 f"rename: the checkpoint has several tables {source!r}: name one of"
-                f" {', '.join(matching_keys)} by the path of its collection, a dot and"
-                " its name"
+                f" {listed} by the path of its collection, a dot and its name"
             )
         return matching_keys[0]
 
@@ -357,7 +364,8 @@ def _table_names(key: str) -> set[str]:
         if parameter.endswith(".weight") and "." not in name:
             path = path.removeprefix(".").removesuffix("._embedding_bag_collection")
             names.add(name)
-            names.add(f"{path}.{name}" if path else name)
+            if path:
+                names.add(f"{path}.{name}")
     return names
 
 
@@ -394,7 +402,8 @@ def load_distributed_state(
         rows = module_state[key]
         table = torch.zeros(value.size())
         module_state[key] = value
-        outside = int(((ids < 0) | (ids >= len(table))).sum())
+        is_outside = (ids < 0) | (ids >= len(table))
+        outside = int(is_outside.sum())
         if outside:
             raise ValueError(
                 f"{key}: the checkpoint has {outside} ids outside [0, {len(table)}),"
@@ -416,15 +425,17 @@ def _sized(
     """
     for key, value in list(state.items()):
         name = prefix + key
+        nested_prefix = f"{name}."
         # the optimizer state of a table
         if isinstance(value, dict) and f"{name}.columns" in saved:
             states = {}
             for saved_key, entry in saved.items():
-                if saved_key.startswith(f"{name}."):
-                    states[saved_key.removeprefix(f"{name}.")] = _empty(entry)
+                if saved_key.startswith(nested_prefix):
+                    state_key = saved_key.removeprefix(nested_prefix)
+                    states[state_key] = _empty(entry)
             state[key] = states
         elif isinstance(value, dict):
-            yield from _sized(value, f"{name}.", saved)
+            yield from _sized(value, nested_prefix, saved)
         elif name in saved:
             saved_ids = saved.get(f"{name}_id")
             row_count = state.pop(f"{key}_rows", None)

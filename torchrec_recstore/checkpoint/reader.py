@@ -53,7 +53,8 @@ class Block:
         They are read from the first file that holds some of the columns.
         """
         part = self._covering(columns)[0]
-        ids: Tensor = _opened(self._info.path / part.file).get_tensor("ids")
+        file = _opened(self._info.path / part.file)
+        ids: Tensor = file.get_tensor("ids")
         return ids
 
     def open(self, columns: range, *, verify: bool) -> Tensor:
@@ -111,16 +112,19 @@ def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
     The ids of a rank's blocks ascend.
     """
     table = info.tables[name]
+    column_shards = sorted(table.columns)
     in_order = sorted(table.parts, key=lambda part: (part.block, part.columns))
     by_rank: dict[int, list[Block]] = defaultdict(list)
     for _, parts_of_block in groupby(in_order, key=lambda part: part.block):
         parts = list(parts_of_block)
-        if [part.columns for part in parts] != sorted(table.columns):
+        columns = [part.columns for part in parts]
+        if columns != column_shards:
             raise CheckpointError(
                 f"{info.path}: table {name!r} has no part of a column shard for some"
                 " rows"
             )
-        by_rank[parts[0].rank].append(Block(info, table, parts))
+        rank = parts[0].rank
+        by_rank[rank].append(Block(info, table, parts))
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
@@ -129,7 +133,8 @@ def listed_ids(info: CheckpointInfo, part: PartInfo, *, verify: bool) -> Tensor:
 
     See :meth:`Block.open`.
     """
-    return _checked(info, part, verify=verify)[1]
+    _, ids = _checked(info, part, verify=verify)
+    return ids
 
 
 def saved_state(info: CheckpointInfo, name: str) -> TableState:
@@ -137,11 +142,12 @@ def saved_state(info: CheckpointInfo, name: str) -> TableState:
     table = info.tables[name]
     states = [TableState(table.steps, table.optimizer_steps, table.times)]
     for file in table.sightings:
+        path = info.path / file
         try:
-            sightings = read_tensors(info.path / file, info.files[file])
+            sightings = read_tensors(path, info.files[file])
             states.append(TableState.from_tensors(sightings))
         except ValueError as error:
-            raise CheckpointError(f"{info.path / file}: {error}") from error
+            raise CheckpointError(f"{path}: {error}") from error
     return TableState.merged(states)
 
 
@@ -172,10 +178,11 @@ def _checked(
     if "ids" in file.keys():  # noqa: SIM118
         ids = file.get_tensor("ids")
     if ids.dtype != torch.int64 or ids.shape != (part.rows,):
+        shape = tuple(ids.shape)
         raise CheckpointError(
-            f"{path} has ids of shape {tuple(ids.shape)}, and metadata.json says"
-            f" {part.rows}"
+            f"{path} has ids of shape {shape}, and metadata.json says {part.rows}"
         )
+
     first_id = int(ids[0])
     last_id = int(ids[-1])
     has_ends = first_id == part.first_id and last_id == part.last_id
@@ -189,19 +196,23 @@ def _checked(
 
 
 def _check_shapes(path: Path, part: PartInfo, table: TableInfo, file: Any) -> None:
-    columns = part.columns[1] - part.columns[0]
+    begin, end = part.columns
+    columns = end - begin
     dtype = getattr(torch, table.dtype)
     expected = {"weight": [part.rows, stored_columns(dtype, columns)]}
     for name, kind in state_names(table.optimizer).items():
-        expected[name] = [part.rows]
         if kind == "element":
-            expected[name].append(columns)
+            expected[name] = [part.rows, columns]
+        else:
+            expected[name] = [part.rows]
     for name in STAMPS:
         expected[name] = [part.rows]
+
     shapes = {}
     for name in file.keys():  # noqa: SIM118
         if name != "ids":
-            shapes[name] = list(file.get_slice(name).get_shape())
+            tensor = file.get_slice(name)
+            shapes[name] = list(tensor.get_shape())
     if shapes != expected:
         raise CheckpointError(
             f"{path} has tensors of the shapes {shapes} instead of {expected}"
@@ -236,7 +247,9 @@ def check_fits(
             f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in"
             f" {owner}{hint}"
         )
-    if optimizer is not None and state_names(saved.optimizer) != state_names(optimizer):
+    if optimizer is None:
+        return
+    if state_names(saved.optimizer) != state_names(optimizer):
         hint = ": optimizer=False loads the rows without it" if hints else ""
         raise ValueError(
             f"table {name!r} was saved with the optimizer {saved.optimizer}, "
@@ -248,10 +261,12 @@ def rows_to_read(chain: Sequence[CheckpointInfo], name: str) -> int:
     """Returns the number of a table's rows that :func:`load_rows` reports in all."""
     rows = 0
     for info in chain:
-        if name in info.tables:
-            for part in info.tables[name].parts:
-                if part.columns[0] == 0:
-                    rows += part.rows
+        if name not in info.tables:
+            continue
+        for part in info.tables[name].parts:
+            first_column, _ = part.columns
+            if first_column == 0:
+                rows += part.rows
     return rows
 
 
@@ -281,6 +296,7 @@ def load_rows(
         state = without_state.state(state)
         columns = without_state.source_columns(table.columns)
     table.set_state(state)
+
     for info in chain:
         if name not in info.tables:
             continue  # The table was added after this checkpoint was saved.
@@ -319,7 +335,8 @@ def _parts_of(
                 yield block.rows, None
                 continue
             block.open(columns, verify=True)
-            yield block.rows, block.part(columns, states=states).owned(owned)
+            part = block.part(columns, states=states)
+            yield block.rows, part.owned(owned)
 
 
 def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
@@ -346,8 +363,9 @@ def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> Non
         return
     leaving = table.ids()
     for part in contents.removed:
-        staying = listed_ids(info, part, verify=True)
-        leaving = leaving[~among(leaving, staying)]
+        staying_ids = listed_ids(info, part, verify=True)
+        stays = among(leaving, staying_ids)
+        leaving = leaving[~stays]
     table.remove(leaving)
 
 

@@ -169,8 +169,10 @@ class EagerCollection(RefusesQuantization, nn.Module):
                 if modules[number].has_device_rows:
                     key = ("with device rows", key)
             groups.setdefault(key, []).append(number)
+
         for numbers in groups.values():
-            yield numbers, self.training and trained[numbers[0]]
+            first = numbers[0]
+            yield numbers, self.training and trained[first]
 
     def _apply(self, *args: Any, **kwargs: Any) -> EagerCollection:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -319,16 +321,18 @@ class Features:
             offsets = self.on_host.offsets().to(torch.int64)
             weights = self.on_host.weights().float() if self._is_weighted else None
             return Bags(self.ids(names), offsets, weights), None
+
         features = self._features(names)
         lengths = [feature.lengths().to(torch.int64) for feature in features]
         counts = [len(feature_lengths) for feature_lengths in lengths]
-        padded_lengths = torch.cat(
-            [
-                F.pad(feature_lengths, (0, max(counts) - len(feature_lengths)))
-                for feature_lengths in lengths
-            ]
-        )
-        offsets = F.pad(padded_lengths.cumsum(0), (1, 0))
+        most_bags = max(counts)
+        padded_lengths = []
+        for feature_lengths in lengths:
+            missing_bags = most_bags - len(feature_lengths)
+            padded_lengths.append(F.pad(feature_lengths, (0, missing_bags)))
+        ends = torch.cat(padded_lengths).cumsum(0)
+        offsets = F.pad(ends, (1, 0))
+
         weights = None
         if self._is_weighted:
             weights = concatenated([feature.weights() for feature in features]).float()

@@ -56,16 +56,21 @@ def bus_forecasts(
     ``measured`` has ``ids_per_sample``. The sharders are by ``option.module_type_key``.
     """
     forecasts = []
-    distinct_ids = measured.distinct_ids(topology.world_size * option.batch_size)
+    samples = topology.world_size * option.batch_size
+    distinct_ids = measured.distinct_ids(samples)
+    cold_share = 1 - (measured.hot_share or 0.0)
+    table_rows = option.tensor.shape[0]
     shards_bytes = bus_bytes_of(option, topology, constraints, sharders)
     for shard, copied in zip(option.shards, shards_bytes, strict=True):
         without_device_rows = copied.up + copied.down
         if not device_rows:
             forecasts.append(BusForecast(without_device_rows, without_device_rows))
             continue
-        moved = distinct_ids * (1 - (measured.hot_share or 0.0))
-        moved *= shard.size[0] / option.tensor.shape[0]
-        row_bytes = device_row_bytes(option, shard.size[1], optimizer)
+
+        shard_rows, shard_columns = shard.size
+        moved = distinct_ids * cold_share
+        moved *= shard_rows / table_rows
+        row_bytes = device_row_bytes(option, shard_columns, optimizer)
         # the number of each id's row, and the offset of each bag, for 8 bytes each down
         up = copied.ids * _NUMBER_BYTES / _ID_BYTES
         up += moved * (row_bytes + 2 * _NUMBER_BYTES)

@@ -72,6 +72,7 @@ def chosen_device_rows(
             free[shard.rank] -= shard.storage.hbm
     for rank, size in free.items():
         free[rank] = int(size * _PART_OF_FREE)
+
     candidates = []
     for option in plan:
         candidate = _candidate(
@@ -84,6 +85,7 @@ def chosen_device_rows(
         if candidate is not None:
             candidates.append(candidate)
     candidates.sort(key=lambda candidate: -candidate.hot_share)
+
     chosen = {}
     for candidate in candidates:
         if _placed(candidate, free):
@@ -106,18 +108,23 @@ def _candidate(
         hot_share = measured.hot_share
     if option.compute_kernel != RECSTORE_KERNEL or hot_share < LEAST_HOT_SHARE:
         return None
+
     num_embeddings = option.tensor.shape[0]
     options = planned_options(constraints, option.name, num_embeddings, measured)
     is_read_only = options.frozen or not option.tensor.requires_grad
     if options.device_rows is not None or options.servers or is_read_only:
         return None
-    fused_params = dict(sharders[option.module_type_key].fused_params or {})
+
+    sharder = sharders[option.module_type_key]
+    fused_params = dict(sharder.fused_params or {})
     params = with_marks(fused_params, option.tensor)
     optimizer = optimizer_from_fused_params(params, [option.name])
     narrow_state = state_dtype(params, [option.name])
     if unsupported(dtype_of(option), narrow_state, optimizer) is not None:
         return None
-    rows = ceil_div(planned_rows(options, num_embeddings, measured), HOT_PART)
+
+    all_rows = planned_rows(options, num_embeddings, measured)
+    rows = ceil_div(all_rows, HOT_PART)
     samples = world_size * option.batch_size
     if measured is not None and rows < measured.distinct_ids(samples):
         return None
@@ -129,16 +136,22 @@ def _placed(candidate: _Candidate, free: dict[int, int]) -> bool:
     the storage of its shards. Returns whether there is room.
     """
     option = candidate.option
+    table_rows = option.tensor.shape[0]
     needed: dict[int, int] = {}
     storages = []
     for shard in option.shards:
-        rows = ceil_div(candidate.rows * shard.size[0], option.tensor.shape[0])
-        hbm = rows * device_row_bytes(option, shard.size[1], candidate.optimizer)
+        shard_rows, shard_columns = shard.size
+        rows = ceil_div(candidate.rows * shard_rows, table_rows)
+        row_bytes = device_row_bytes(option, shard_columns, candidate.optimizer)
+        hbm = rows * row_bytes
         ddr = device_slot_bytes(rows, rows * HOT_PART)
-        needed[shard.rank] = needed.get(shard.rank, 0) + hbm
+        needed_before = needed.get(shard.rank, 0)
+        needed[shard.rank] = needed_before + hbm
         storages.append(Storage(hbm=hbm, ddr=ddr))
-    if any(size > free[rank] for rank, size in needed.items()):
-        return False
+
+    for rank, size in needed.items():
+        if size > free[rank]:
+            return False
     for rank, size in needed.items():
         free[rank] -= size
     for shard, storage in zip(option.shards, storages, strict=True):

@@ -355,7 +355,9 @@ def _with_tuples(document: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a JSON object with tuples for its lists."""
     fields_with_tuples = {}
     for name, value in document.items():
-        fields_with_tuples[name] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = tuple(value)
+        fields_with_tuples[name] = value
     return fields_with_tuples
 
 
@@ -370,9 +372,9 @@ def _check_object(
         raise ValueError(f"{label} must be a JSON object, got {value!r}")
     for name in value:
         if known_fields is not None and name not in known_fields:
+            listed = ", ".join(known_fields)
             raise ValueError(
-                f"{label} has the unknown field {name!r}: the fields are"
-                f" {', '.join(known_fields)}"
+                f"{label} has the unknown field {name!r}: the fields are {listed}"
             )
 
 
@@ -406,18 +408,24 @@ def sample_statistics(
     batches = list(_batches(Path(parquet), names, batch_size))
     if not batches:
         raise ValueError(f"{parquet} has no whole batch of {batch_size} rows")
+
     later = len(batches) // 2
     steps = later * batch_size / samples_per_step
     statistics: dict[str, TableStatistics] = {}
     for name, features in columns.items():
-        config = table_config(name, tables[name], features)
-        measured = measure_statistics([config], batches, tables[name].optimizer)[name]
+        table = tables[name]
+        config = table_config(name, table, features)
+        measured = measure_statistics([config], batches, table.optimizer)
         rows = _distinct(batches, features)
         growth = None
         if later:
             rows_before = _distinct(batches[:-later], features)
             growth = (rows - rows_before) / steps
-        statistics[name] = replace(measured, rows=rows, rows_per_step=growth)
+        statistics[name] = replace(
+            measured[name],
+            rows=rows,
+            rows_per_step=growth,
+        )
     return statistics
 
 
@@ -427,7 +435,8 @@ def _distinct(batches: Sequence[KeyedJaggedTensor], features: Sequence[str]) -> 
     for batch in batches:
         for name in features:
             ids.append(batch[name].values())
-    return len(torch.unique(torch.cat(ids)))
+    distinct_ids = torch.unique(torch.cat(ids))
+    return len(distinct_ids)
 
 
 def _batches(

@@ -627,18 +627,18 @@ def assumed(
     in_recstore = [
         option for option in options if option.compute_kernel == RECSTORE_KERNEL
     ]
+    in_recstore.sort(key=lambda option: (option.name, option.path))
     name_counts = Counter(option.name for option in in_recstore)
-    for option in sorted(in_recstore, key=lambda option: (option.name, option.path)):
+    for option in in_recstore:
         name = option.name
         if name_counts[name] > 1:
             name = f"{option.path}.{name}"
         table_options = options_of(constraints, option.name)
         if table_options.servers is not None:
-            lines.append(
-                f"RecStore table {name!r} is on the servers"
-                f" {', '.join(table_options.servers.addresses)}"
-            )
+            addresses = ", ".join(table_options.servers.addresses)
+            lines.append(f"RecStore table {name!r} is on the servers {addresses}")
             continue
+
         measured = statistics.get(option.name)
         num_embeddings = option.tensor.shape[0]
         rows = planned_rows(table_options, num_embeddings, measured)
@@ -654,13 +654,15 @@ def assumed(
             )
         elif on_device and planned.device_rows:
             device_rows = f", {planned.device_rows:,} of them{on_device}"
-        ranks = []
+
+        sizes = []
         for shard in option.shards:
             size_gib = shard.storage.ddr / 2**30
-            ranks.append(f"rank {shard.rank}: {size_gib:.3f} GiB")
+            sizes.append(f"rank {shard.rank}: {size_gib:.3f} GiB")
+        listed_sizes = ", ".join(sizes)
         lines.append(
             f"RecStore table {name!r}: {rows:,} resident rows assumed ({source})"
-            f"{device_rows}; {', '.join(ranks)}"
+            f"{device_rows}; {listed_sizes}"
         )
     return lines
 
@@ -729,6 +731,7 @@ def _shortages(options: list[ShardingOption], topology: Topology) -> list[str]:
         rank_sizes = [getattr(device.storage, kind) for device in topology.devices]
         rank_size = max(rank_sizes)
         total_size = sum(rank_sizes)
+
         shard_sizes = _least_shard_bytes(options_by_table, kind)
         needed = _least_bytes(options_by_table, kind)
         largest = sorted(shard_sizes.items(), key=lambda item: -item[1])
@@ -738,11 +741,10 @@ def _shortages(options: list[ShardingOption], topology: Topology) -> list[str]:
                 f"table {table!r} needs at least {_gib(size)} of {memory} on a rank,"
                 f" and a rank has {_gib(rank_size)}"
             )
-        if len(too_large) > _MOST_NAMED:
-            lines.append(
-                f"{len(too_large) - _MOST_NAMED} more tables need more {memory} than a"
-                " rank has"
-            )
+        unnamed = len(too_large) - _MOST_NAMED
+        if unnamed > 0:
+            lines.append(f"{unnamed} more tables need more {memory} than a rank has")
+
         named_shards = largest[:_MOST_NAMED]
         shards = ", ".join(f"{table!r} {_gib(size)}" for table, size in named_shards)
         if not too_large and needed > total_size:

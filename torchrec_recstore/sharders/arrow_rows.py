@@ -75,16 +75,22 @@ def table_rows(
         if ids is not None:
             check_ids(ids, "table_rows: ")
         table = table_of(model, name, "table_rows")
+
     is_eager = isinstance(table, EagerModelTable)
-    wanted = ids if is_eager else _union(all_gathered(ids, env))
+    wanted = ids
+    if not is_eager:
+        wanted = _union(all_gathered(ids, env))
     parts: list[Part] = []
     with refused_together(env):
         parts = [_part_of(shard, wanted) for shard in table.shards]
+
+    all_parts = parts
     if not is_eager:
-        parts = [
-            part for parts_of_rank in all_gathered(parts, env) for part in parts_of_rank
-        ]
-    return _as_arrow(_joined(parts, table.dim), table)
+        all_parts = []
+        for parts_of_rank in all_gathered(parts, env):
+            all_parts += parts_of_rank
+    whole_rows = _joined(all_parts, table.dim)
+    return _as_arrow(whole_rows, table)
 
 
 def insert_rows(model: nn.Module, name: str, rows: Any) -> None:
@@ -156,12 +162,15 @@ def _part_of(shard: LocalShard, wanted: Tensor | None) -> Part:
     if wanted is None:
         ids = table.ids()
     else:
-        ids = torch.unique(wanted[shard.owned(wanted)])
-        ids = ids[table.contains(ids)]
-    parts = [
-        table.part(ids[begin : begin + PART_ROWS])
-        for begin in range(0, max(1, len(ids)), PART_ROWS)
-    ]
+        is_owned = shard.owned(wanted)
+        ids = torch.unique(wanted[is_owned])
+        has_row = table.contains(ids)
+        ids = ids[has_row]
+
+    parts = []
+    for begin in range(0, max(1, len(ids)), PART_ROWS):
+        end = begin + PART_ROWS
+        parts.append(table.part(ids[begin:end]))
     return Part.concatenated(parts)
 
 
@@ -170,10 +179,10 @@ def _joined(parts: Sequence[Part], dim: int) -> Part:
     parts_of_columns: dict[range, list[Part]] = defaultdict(list)
     for part in parts:
         parts_of_columns[part.columns].append(part)
-    column_shards = [
-        Part.concatenated(column_parts).sorted()
-        for column_parts in parts_of_columns.values()
-    ]
+    column_shards = []
+    for column_parts in parts_of_columns.values():
+        column_shard = Part.concatenated(column_parts)
+        column_shards.append(column_shard.sorted())
     return Part.joined(column_shards, range(dim))
 
 
@@ -181,12 +190,18 @@ def _as_arrow(part: Part, table: ModelRows) -> Any:
     """Returns whole rows as an Arrow table."""
     pyarrow = _pyarrow()
     columns = {"id": pyarrow.array(part.ids.numpy())}
-    for name, stored in part.rows.items():
-        values = part.weights if name == "weight" else stored
-        key = frequency_key(table.options) if name == COUNTS_KEY else name
-        numbers = pyarrow.array(values.contiguous().view(-1).numpy())
+    for name, values in part.rows.items():
+        key = name
+        if name == "weight":
+            values = part.weights
+        elif name == COUNTS_KEY:
+            key = frequency_key(table.options)
+
+        flat_values = values.contiguous().view(-1)
+        numbers = pyarrow.array(flat_values.numpy())
         if values.dim() == 2:
-            numbers = pyarrow.FixedSizeListArray.from_arrays(numbers, values.shape[1])
+            width = values.shape[1]
+            numbers = pyarrow.FixedSizeListArray.from_arrays(numbers, width)
         columns[key] = numbers
     return pyarrow.table(columns)
 
@@ -201,10 +216,12 @@ def _from_arrow(rows: Any, table: ModelRows) -> Part:
                 f" Arrow data, got {type(rows).__name__}"
             )
         rows = pyarrow.table(rows)
+
     states = state_names(table.optimizer)
     frequency = frequency_key(table.options)
     others = [*states, "last_step", frequency]
     _check_columns(rows.column_names, others, table.name)
+
     ids = _numbers(rows, "id", pyarrow.int64())
     tensors = {"weight": _lists(rows, "weight", table.dim)}
     if len(rows.column_names) > 2:
@@ -221,7 +238,8 @@ def _from_arrow(rows: Any, table: ModelRows) -> Part:
 def _check_columns(names: Sequence[str], others: Sequence[str], table: str) -> None:
     """Checks that the columns are ``id`` and ``weight``, or those and all others."""
     expected = ["id", "weight", *others]
-    advice = f"pass the columns 'id' and 'weight', or all of {', '.join(map(repr, expected))}"
+    listed = ", ".join(map(repr, expected))
+    advice = f"pass the columns 'id' and 'weight', or all of {listed}"
     for name in names:
         if name not in expected:
             raise ValueError(
@@ -229,10 +247,11 @@ def _check_columns(names: Sequence[str], others: Sequence[str], table: str) -> N
             )
     needed = ["id", "weight"] if len(names) <= 2 else expected
     for name in needed:
-        if names.count(name) != 1:
+        count = names.count(name)
+        if count != 1:
             raise ValueError(
-                f"insert_rows: table {table!r} needs one column {name!r}, got"
-                f" {names.count(name)}: {advice}"
+                f"insert_rows: table {table!r} needs one column {name!r}, got {count}:"
+                f" {advice}"
             )
 
 
@@ -251,11 +270,11 @@ def _cast(rows: Any, name: str, target: Any) -> Any:
             f" {error}"
         ) from error
     if isinstance(array, pyarrow.ChunkedArray):  # It has no rows.
-        array = (
-            pyarrow.concat_arrays(array.chunks)
-            if array.chunks
-            else pyarrow.array([], target)
-        )
+        if array.chunks:
+            array = pyarrow.concat_arrays(array.chunks)
+        else:
+            array = pyarrow.array([], target)
+
     missing = array.null_count
     if pyarrow.types.is_fixed_size_list(target):
         missing += array.flatten().null_count
@@ -276,13 +295,15 @@ def _numbers(rows: Any, name: str, target: Any) -> Tensor:
             f"insert_rows: the column {name!r} must be {target}, got {column_type}"
         )
     array = _cast(rows, name, target)
-    return torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
+    numbers = array.to_numpy(zero_copy_only=False)
+    return torch.from_numpy(numbers.copy())
 
 
 def _lists(rows: Any, name: str, dim: int) -> Tensor:
     """Returns a column of lists of ``dim`` numbers: (N, dim) float32."""
     pyarrow = _pyarrow()
-    array = _cast(rows, name, pyarrow.list_(pyarrow.float32(), dim))
+    list_type = pyarrow.list_(pyarrow.float32(), dim)
+    array = _cast(rows, name, list_type)
     flat = array.flatten().to_numpy(zero_copy_only=False)
     return torch.from_numpy(flat.copy()).view(len(array), dim)
 
@@ -292,8 +313,10 @@ def _write(shard: LocalShard, part: Part) -> None:
     table: Table = shard.table
     owned = part.owned(shard.owned).cut(table.columns)
     if "last_step" not in owned.rows:
-        table.insert_all(owned.ids, owned.rows["weight"].contiguous())
+        weights = owned.rows["weight"]
+        table.insert_all(owned.ids, weights.contiguous())
         return
     # A row of the future would be evicted last, and would not expire.
     last_step = owned.rows["last_step"].clamp(max=table.steps)
-    table.write(replace(owned, rows={**owned.rows, "last_step": last_step}))
+    rows = {**owned.rows, "last_step": last_step}
+    table.write(replace(owned, rows=rows))

@@ -110,10 +110,11 @@ def _check(
     elif mode in _OF_SQUARES and not _squares_name(optimizer):
         needs = "a state of squared gradients"
     if needs is not None:
+        listed = ", ".join(map(repr, names))
         raise ValueError(
-            f"RecStore table(s) {', '.join(map(repr, names))}: the tracking mode"
-            f" {mode.name} needs an optimizer with {needs}, such as RowWiseAdagrad, and"
-            f" {optimizer} has none: track by ID_ONLY instead"
+            f"RecStore table(s) {listed}: the tracking mode {mode.name} needs an"
+            f" optimizer with {needs}, such as RowWiseAdagrad, and {optimizer} has"
+            " none: track by ID_ONLY instead"
         )
 
 
@@ -130,17 +131,28 @@ def _states(shards: Sequence[Table], ids: Tensor, *, squares: bool) -> Tensor:
     It is the mean of the squared gradients over the columns, or the norm of the first
     state, FBGEMM's momentum.
     """
-    kinds = state_names(shards[0].optimizer)
-    name = _squares_name(shards[0].optimizer) if squares else next(iter(kinds))
-    distinct_ids, places = torch.unique(ids.cpu(), return_inverse=True)
-    has_row = shards[0].contains(distinct_ids)
-    ids_with_row = distinct_ids[has_row]
-    parts = [shard.read_rows(ids_with_row)[name] for shard in shards]
-    if kinds[name] == "row":
-        state = column_weighted_mean(parts, [len(shard.columns) for shard in shards])
+    first_shard = shards[0]
+    kinds = state_names(first_shard.optimizer)
+    if squares:
+        name = _squares_name(first_shard.optimizer)
     else:
-        all_columns = torch.cat(parts, dim=1)
-        state = all_columns.mean(dim=1) if squares else all_columns.norm(dim=1)
+        name = next(iter(kinds))
+
+    distinct_ids, places = torch.unique(ids.cpu(), return_inverse=True)
+    has_row = first_shard.contains(distinct_ids)
+    ids_with_row = distinct_ids[has_row]
+    parts = []
+    for shard in shards:
+        rows = shard.read_rows(ids_with_row)
+        parts.append(rows[name])
+
+    if kinds[name] == "row":
+        widths = [len(shard.columns) for shard in shards]
+        state = column_weighted_mean(parts, widths)
+    elif squares:
+        state = torch.cat(parts, dim=1).mean(dim=1)
+    else:
+        state = torch.cat(parts, dim=1).norm(dim=1)
     states = torch.zeros(len(distinct_ids), dtype=torch.float32)
     states[has_row] = state
     return states[places].to(ids.device)
@@ -164,6 +176,7 @@ def _looked_up(
         end = first + len(config.feature_names)
         counts.append(sum(lengths[first:end]))
         first = end
+
     local_ids_by_shard = torch.split(features.values(), counts)
     ids: dict[str, Tensor] = {}
     for config, shard, local_ids in zip(
@@ -179,6 +192,7 @@ def _looked_up(
             ids[config.name] = raw_ids.to(local_ids.device)
     if mode != TrackingMode.EMBEDDING:
         return {name: (ids_of_table, None) for name, ids_of_table in ids.items()}
+
     sizes = []
     for count, table in zip(counts, kernel.tables, strict=True):
         sizes.append(count * len(table.columns))
@@ -190,10 +204,13 @@ def _looked_up(
         elements_by_shard,
         strict=True,
     ):
-        columns[config.name].append(elements.view(-1, len(table.columns)))
+        table_rows = elements.view(-1, len(table.columns))
+        columns[config.name].append(table_rows)
+
     rows: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, table_ids in ids.items():
-        rows[name] = (table_ids, torch.cat(columns[name], dim=1))
+        all_columns = torch.cat(columns[name], dim=1)
+        rows[name] = (table_ids, all_columns)
     return rows
 
 

@@ -68,10 +68,11 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
     stats = StatsByTable()
     gathered: dict[RecStoreCollection, list[dict[str, list[_Shard]]]] = {}
     for table in all_tables(model):
-        if table.module not in gathered:
-            gathered[table.module] = _all_shards(table.module)
+        module = table.module
+        if module not in gathered:
+            gathered[module] = _all_shards(module)
         shards: list[_Shard] = []
-        for shards_of_rank in gathered[table.module]:
+        for shards_of_rank in gathered[module]:
             shards += shards_of_rank[table.config_name]
         stats[table.name] = _stats_of_whole_table(shards)
     return stats
@@ -81,8 +82,9 @@ def _stats_of_whole_table(shards: Sequence[_Shard]) -> TableStats:
     # Shards of other columns have the same rows, which count once.
     first_column = min(column for column, _ in shards)
     of_first_columns = [stats for column, stats in shards if column == first_column]
+    of_whole_rows = combined(of_first_columns)
     return replace(
-        combined(of_first_columns),
+        of_whole_rows,
         bytes=sum(stats.bytes for _, stats in shards),
         steps=max(stats.steps for _, stats in shards),
     )
@@ -91,11 +93,14 @@ def _stats_of_whole_table(shards: Sequence[_Shard]) -> TableStats:
 def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
     local: dict[str, list[_Shard]] = {}
     for name, shards in module.recstore_state.shards.items():
-        tables = [shard.table for shard in shards]
-        local[name] = [(table.columns.start, table.stats()) for table in tables]
+        local[name] = []
+        for shard in shards:
+            table = shard.table
+            local[name].append((table.columns.start, table.stats()))
     # One rank has each table on servers; its statistics are those of all servers.
     for name in module.remote_table_names():
         local[name] = []
+
     with refused_together(module.ranks_env):
         module.wait_for_updates()
         for kernel in module.recstore_kernels():
@@ -103,7 +108,8 @@ def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
                 continue
             names = kernel.config.table_names()
             for name, remote in zip(names, kernel.remote_tables, strict=True):
-                local[name] = [(0, remote.client.stats(remote.name))]
+                stats = remote.client.stats(remote.name)
+                local[name] = [(0, stats)]
     return all_gathered(local, module.ranks_env)
 
 

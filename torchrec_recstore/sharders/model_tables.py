@@ -151,7 +151,9 @@ def eager_tables(
         for container in (".embedding_bags.", ".embeddings."):
             path = path.replace(container, ".")
         full_name = path.strip(".") or table_name
-        name = table_name if times[table_name] == 1 else full_name
+        name = table_name
+        if times[table_name] > 1:
+            name = full_name
         eager.append(EagerModelTable(name, full_name, module, prefix))
     return eager
 
@@ -233,9 +235,11 @@ def all_tables(model: nn.Module) -> list[ModelTable]:
     Tables on servers have no ``state``.
     """
     tables: list[ModelTable] = []
-    for prefix, module in _sharded_modules(model, "").items():
+    modules = _sharded_modules(model, "")
+    for prefix, module in modules.items():
         for name in module.recstore_table_names():
             tables.append(ModelTable(name, name, module, prefix))
+
     times = Counter(table.name for table in tables)
     for place, table in enumerate(tables):
         if times[table.name] > 1:
@@ -262,7 +266,8 @@ def any_table_named(model: nn.Module, name: str) -> ModelTable | EagerModelTable
     sharded = recstore_tables(model)
     tables: list[ModelTable | EagerModelTable] = list(sharded)
     tables += eager_tables(model, sharded)
-    return named_among(tables, [name])[name]
+    tables_by_name = named_among(tables, [name])
+    return tables_by_name[name]
 
 
 def named_among(tables: Sequence[_Table], names: Iterable[str]) -> dict[str, _Table]:
@@ -288,24 +293,26 @@ def _one_named(tables: Sequence[_Table], name: str) -> _Table:
     # goes first.
     is_ambiguous = len(full_names) > 1 and name not in full_names
     if is_ambiguous or (full_names and not matching):
+        listed = ", ".join(map(repr, full_names))
         raise ValueError(
             f"the model has {len(full_names)} RecStore tables {name!r}: name one of"
-            f" {', '.join(map(repr, full_names))}"
+            f" {listed}"
         )
     if not matching:
-        table_names = ", ".join(repr(table.name) for table in tables)
+        listed = ", ".join(repr(table.name) for table in tables)
         raise ValueError(
-            f"the model has no RecStore table {name!r}; it has {table_names or 'none'}"
+            f"the model has no RecStore table {name!r}; it has {listed or 'none'}"
         )
     return matching[0]
 
 
 def collections_by_path(model: nn.Module) -> dict[str, RecStoreCollection]:
     """Returns the sharded collections by their paths in the model, as plans name them."""
-    return {
-        _path_prefix(prefix).removesuffix("."): module
-        for prefix, module in _sharded_modules(model, "").items()
-    }
+    collections: dict[str, RecStoreCollection] = {}
+    for prefix, module in _sharded_modules(model, "").items():
+        path = _path_prefix(prefix).removesuffix(".")
+        collections[path] = module
+    return collections
 
 
 def _path_prefix(prefix: str) -> str:
@@ -383,6 +390,7 @@ def dense_tensors(
                 " holds the tables of sharded modules; save and load the state_dict of"
                 " this module"
             )
+
     with rows_left_out(model, eager):
         state = dict(model.state_dict())
     for table in tables:
@@ -393,6 +401,7 @@ def dense_tensors(
         for key, parameter in model.named_parameters(remove_duplicate=False):
             if parameter is eager_table.module.weight:
                 state.pop(key, None)
+
     for key, value in state.items():
         # Tables on TorchRec's own kernels are ShardedTensor or DTensor (torchrec
         # 1.8.0).
@@ -424,10 +433,12 @@ def check_dense(
             raise ValueError(f"the checkpoint has an unknown tensor {min(unknown)!r}")
     for name in current.keys() & saved.keys():
         tensor = current[name]
-        if tensor.shape != saved[name].shape:
+        shape = tuple(tensor.shape)
+        saved_shape = tuple(saved[name].shape)
+        if shape != saved_shape:
             raise ValueError(
-                f"{name} is of shape {tuple(saved[name].shape)} in the checkpoint, "
-                f"of shape {tuple(tensor.shape)} in the model"
+                f"{name} is of shape {saved_shape} in the checkpoint, of shape {shape}"
+                " in the model"
             )
         if not _is_writable(tensor):
             raise ValueError(

@@ -422,12 +422,14 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
         if place.columns.start == 0:
             rows[place.routing] = place.rows
     groups = list(rows)
+
     with refused_together(env):
-        if any(place.rows != rows.get(place.routing) for place in sources):
-            raise RuntimeError(
-                f"RecStore table {old.name!r}: its column shards hold different numbers"
-                " of rows"
-            )
+        for place in sources:
+            if place.rows != rows.get(place.routing):
+                raise RuntimeError(
+                    f"RecStore table {old.name!r}: its column shards hold different"
+                    " numbers of rows"
+                )
         # The statistics of the tables themselves do not count the moved rows as new
         # ones, as after a load.
         arriving = [shard.table.empty_copy() for shard in new.shards]
@@ -437,6 +439,7 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
         for shard in old.shards:
             group = groups.index(shard.routing)
             senders.append(_Sender(shard, group, new.options))
+
     is_bounded = new.options.max_rows is not None
     part_bytes = PART_BYTES if is_bounded else _MESSAGE_BYTES
     part_rows = rows_in(
@@ -457,8 +460,10 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
         return _by_rank(senders, active, part, places, env)
 
     for active, number in _rounds(parts, one_group=is_bounded):
-        part = range(number * part_rows, (number + 1) * part_rows)
+        begin = number * part_rows
+        part = range(begin, begin + part_rows)
         received = _exchanged(partial(write_and_take, active, part), env)
+
     with refused_together(env):
         _write(old.name, arriving, received)
         _take_over(new, arriving)
@@ -568,11 +573,12 @@ def _write(
     for number, group, part in received:
         parts.setdefault((group, number), []).append(part)
     for group, number in sorted(parts):
+        table = tables[number]
         try:
-            part = Part.joined(parts[group, number], tables[number].columns)
+            part = Part.joined(parts[group, number], table.columns)
         except ValueError as error:
             raise RuntimeError(f"RecStore table {name!r}: its {error}") from error
-        tables[number].write(part)
+        table.write(part)
 
 
 def _exchanged(
@@ -588,6 +594,7 @@ def _exchanged(
     group = env.process_group
     if group is None or env.world_size == 1:
         return take()[0]
+
     device = torch.device("cpu")
     if device not in group._device_types:
         device = torch.device("cuda")
@@ -598,18 +605,25 @@ def _exchanged(
             parts += [part for _, _, part in messages]
         packed, part_sizes = Part.packed(parts)
         packed = packed.to(device)
+
     sent = _headers(messages_to_ranks, part_sizes)
-    sent_bytes = [sum(header.bytes for header in headers) for headers in sent]
     arriving = [headers[env.rank] for headers in all_gathered(sent, env)]
-    arriving_bytes = [sum(header.bytes for header in headers) for headers in arriving]
+    sent_bytes = [_bytes_of(headers) for headers in sent]
+    arriving_bytes = [_bytes_of(headers) for headers in arriving]
     with refused_together(env):  # A rank without memory would keep the others waiting.
         buffer = torch.empty(sum(arriving_bytes), dtype=torch.uint8, device=device)
     try:
-        dist.all_to_all_single(buffer, packed, arriving_bytes, sent_bytes, group=group)
+        dist.all_to_all_single(
+            buffer,
+            packed,
+            arriving_bytes,
+            sent_bytes,
+            group=group,
+        )
     except RuntimeError as error:
-        raise RuntimeError(
-            f"a rank of the job has died: {str(error).strip()}"
-        ) from error
+        reason = str(error).strip()
+        raise RuntimeError(f"a rank of the job has died: {reason}") from error
+
     received: list[_Message] = []
     begin = 0
     buffer = buffer.cpu()
@@ -628,6 +642,10 @@ class _Header(NamedTuple):
     number: int  # The number of the receiving shard on its rank.
     group: int  # The number of the sender's group.
     bytes: int  # The size of the packed rows.
+
+
+def _bytes_of(headers: Iterable[_Header]) -> int:
+    return sum(header.bytes for header in headers)
 
 
 def _headers(

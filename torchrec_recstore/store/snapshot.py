@@ -62,26 +62,33 @@ class ColdSnapshot:
         """
         self.table_rows = tier.rows
         """The number of rows in the store and not in memory."""
-        mark = ops.snapshot_moment(snapshot)[0]
+        mark, *_ = ops.snapshot_moment(snapshot)
         self.rows = tier.expiry.changed_since(since or 0, mark)
         """The number of these rows that the snapshot has."""
+
         rows = _RowsOfSnapshot(tier, since or 0)
         left_ids = ops.snapshot_left(snapshot)
         if since is not None and left_ids is not None:
             cold_ids, rows.ids = _moved_rows(tier, left_ids, since)
             self.rows = len(rows.ids)
             if not tier.expiry.expires:
-                self.left = left_ids[~among(left_ids, cold_ids)]
+                is_cold = among(left_ids, cold_ids)
+                self.left = left_ids[~is_cold]
         elif since is not None:
             rows.resident = ops.table_ids(handle)
+
         batches: Batches = iter(())
         if tier.shared:
-            self.rows, batches = _spooled(tier, _read(tier, tier.cold_ids()))
+            shared_rows = _read(tier, tier.cold_ids())
+            self.rows, batches = _spooled(tier, shared_rows)
             self.table_rows = self.rows
         elif self.rows and tier.store.ascending_snapshots:
             batches = tier.scan()
         elif self.rows:
-            batches = tier.scan() if rows.ids is None else _read(tier, rows.ids)
+            if rows.ids is None:
+                batches = tier.scan()
+            else:
+                batches = _read(tier, rows.ids)
             _, batches = _spooled(tier, batches)
         self.batches: Batches = rows.among(batches)
 
@@ -98,7 +105,8 @@ def _moved_rows(tier: ColdTier, left_ids: Tensor, since: int) -> tuple[Tensor, T
         parts_of_marks.append(last_marks(images))
     cold_ids = torch.cat(parts_of_ids)
     marks = torch.cat(parts_of_marks)
-    return cold_ids, cold_ids[marks >= since]
+    is_changed = marks >= since
+    return cold_ids, cold_ids[is_changed]
 
 
 class _RowsOfSnapshot:
@@ -125,11 +133,13 @@ class _RowsOfSnapshot:
         if self.ids is not None:
             return among(ids, self.ids)
         is_alive = last_steps(images) >= self._valid_from
-        is_valid = is_alive & ~among(ids, self._dead)
+        is_dead = among(ids, self._dead)
+        is_valid = is_alive & ~is_dead
         if self.resident is None:
             return is_valid
         is_changed = last_marks(images) >= self._since
-        return is_valid & is_changed & ~among(ids, self.resident)
+        is_resident = among(ids, self.resident)
+        return is_valid & is_changed & ~is_resident
 
 
 def _read(tier: ColdTier, ids: Tensor) -> Batches:
@@ -161,7 +171,8 @@ def _spooled_ascending(file: BinaryIO, ids: Tensor, image_bytes: int) -> Batches
             "r",
             shape=(len(ids), image_bytes),
         )
-        for places in torch.split(ids.argsort(), _BATCH):
+        order = ids.argsort()
+        for places in torch.split(order, _BATCH):
             batch_images = images[places.numpy()]
             yield ids[places], torch.from_numpy(batch_images)
 
@@ -193,14 +204,15 @@ class Snapshot(AbstractContextManager["Snapshot"]):
         self._handle = handle
         self._cold = cold
         self._close = weakref.finalize(self, ops.snapshot_close, handle)
-        moment = ops.snapshot_moment(handle)
-        self.mark = moment[0]
+
+        mark, table_rows, steps, optimizer_steps = ops.snapshot_moment(handle)
+        self.mark = mark
         """The mark of the snapshot."""
-        self.table_rows = moment[1]
+        self.table_rows = table_rows
         """The value of ``len(table)`` at the time of the snapshot."""
-        self.steps = moment[2]
+        self.steps = steps
         """The value of ``table.steps`` at the time of the snapshot."""
-        self.optimizer_steps = moment[3]
+        self.optimizer_steps = optimizer_steps
         """The value of ``table.optimizer_steps`` at the time of the snapshot."""
         self.left = ops.snapshot_left(handle) if cold is None else cold.left
         """(N,) int64, ascending.
@@ -272,14 +284,17 @@ class Snapshot(AbstractContextManager["Snapshot"]):
             n,
             polite,
         )
-        return self._part(ids, (weight, elements, state, last_step, frequency))
+        rows = (weight, elements, state, last_step, frequency)
+        return self._part(ids, rows)
 
     def _read_merged(self, cold_batches: Batches, n: int, polite: bool) -> Part:
         while len(self._merged) < n:
             self._read_ahead(cold_batches, n, polite)
             self._merge()
-        part = self._merged.take(slice(0, n))
-        self._merged = self._merged.take(slice(n, None))
+        first_rows = slice(0, n)
+        other_rows = slice(n, None)
+        part = self._merged.take(first_rows)
+        self._merged = self._merged.take(other_rows)
         return part
 
     def _read_ahead(self, cold_batches: Batches, n: int, polite: bool) -> None:
@@ -292,7 +307,8 @@ class Snapshot(AbstractContextManager["Snapshot"]):
             batch = next(cold_batches, None)
             if batch is not None:
                 ids, images = batch
-                self._cold_rows = self._part(ids, self._layout.unpacked(images))
+                unpacked_rows = self._layout.unpacked(images)
+                self._cold_rows = self._part(ids, unpacked_rows)
 
     def _merge(self) -> None:
         """Moves rows that have been read to the merged rows.
@@ -309,13 +325,15 @@ class Snapshot(AbstractContextManager["Snapshot"]):
                 f"table '{self._name}': the cold store has lost rows while they"
                 " were being saved"
             )
+
         last_id = min(last_ids)
         resident, self._resident = self._resident.up_to(last_id)
         cold, self._cold_rows = self._cold_rows.up_to(last_id)
         # the copy in the store of a row in memory is outdated
-        is_up_to_date = ~among(cold.ids, resident.ids)
-        arrived = Part.concatenated([resident, cold.take(is_up_to_date)])
+        is_outdated = among(cold.ids, resident.ids)
+        arrived = Part.concatenated([resident, cold.take(~is_outdated)])
         self._merged = Part.concatenated([self._merged, arrived.sorted()])
 
     def _part(self, ids: Tensor, rows: ops.RowTensors) -> Part:
-        return Part(ids, self._columns, named_rows(self._optimizer, rows))
+        tensors = named_rows(self._optimizer, rows)
+        return Part(ids, self._columns, tensors)

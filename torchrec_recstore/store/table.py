@@ -490,7 +490,8 @@ class Table(AbstractContextManager["Table"]):
         rows_of_call = PART_ROWS
         # the last rows stay in memory, whatever their stamps: they must be few
         if self.options.max_rows is not None:
-            rows_of_call = min(PART_ROWS, max(1, self.options.max_rows // _ARRIVALS))
+            few_rows = max(1, self.options.max_rows // _ARRIVALS)
+            rows_of_call = min(PART_ROWS, few_rows)
         for begin in range(0, max(1, rows), rows_of_call):
             yield slice(begin, begin + rows_of_call)
 
@@ -504,7 +505,8 @@ class Table(AbstractContextManager["Table"]):
             if self._counts_sightings:
                 sightings = Sightings(*ops.table_sightings(self.handle))
                 # in an order that no history changes
-                sightings = sightings.take(sightings.ids.argsort(stable=True))
+                order = sightings.ids.argsort(stable=True)
+                sightings = sightings.take(order)
             times = ops.table_times(self.handle)
             return TableState(
                 steps=self.steps,
@@ -531,13 +533,17 @@ class Table(AbstractContextManager["Table"]):
         state = TableState.from_tensors(state.tensors())  # checks the tensors
         ops.finish_updates()
         with ops.native_errors(self._label):
+            times: list[int] = []
             expires_by_time = bool(ops.table_times(self.handle))
-            times = list(state.times or ()) if expires_by_time else []
+            if expires_by_time:
+                times = list(state.times or ())
             # A table without rows checks the numbers, because the native table sets
             # them one after the other.
-            empty = Table(1, options=TableOptions(expiry=self.options.expiry))
+            options = TableOptions(expiry=self.options.expiry)
+            empty = Table(1, options=options)
             empty.tier.set_clock(state.steps, times)
             ops.table_set_optimizer_steps(empty.handle, state.optimizer_steps)
+
         with ops.native_errors(self._label), self.tier.lock:
             self.tier.set_clock(state.steps, times)
             ops.table_set_optimizer_steps(self.handle, state.optimizer_steps)

@@ -40,8 +40,9 @@ class Sightings(NamedTuple):
 
 def no_sightings() -> Sightings:
     """Returns the sightings of a new table."""
+    no_ids = torch.empty(0, dtype=torch.int64)
     no_counts = torch.empty(0, dtype=torch.uint8)
-    return Sightings(torch.empty(0, dtype=torch.int64), no_counts, no_counts)
+    return Sightings(no_ids, no_counts, no_counts)
 
 
 _CLOCK = 1  # the place of the clock's time in ops.table_times
@@ -89,9 +90,11 @@ class TableState:
             # The shards have the same ticks. Their clocks differ a little.
             if state.times:
                 is_ahead = times is None or state.times[_CLOCK] > times[_CLOCK]
-                times = state.times if is_ahead else times
+                if is_ahead:
+                    times = state.times
             if state.sightings is not None:
                 sightings.append(state.sightings)
+
         merged_sightings: Sightings | None = None
         if sightings:
             merged_sightings = Sightings(
@@ -107,7 +110,8 @@ class TableState:
         """
         if owned is None or self.sightings is None:
             return self
-        return replace(self, sightings=self.sightings.take(owned(self.sightings.ids)))
+        is_owned = owned(self.sightings.ids)
+        return replace(self, sightings=self.sightings.take(is_owned))
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the state as tensors, of which :meth:`from_tensors` makes it again.
@@ -150,15 +154,19 @@ class TableState:
                 _check_tensor(key, tensor, len(sighting_ids), torch.int64)
             else:
                 _check_tensor(key, tensor, len(sighting_ids), torch.uint8)
+
         missing = [key for key in _SIGHTING_KEYS if key not in tensors]
         if 0 < len(missing) < len(_SIGHTING_KEYS):
-            raise ValueError(f"the sightings have no {', '.join(missing)}")
+            listed = ", ".join(missing)
+            raise ValueError(f"the sightings have no {listed}")
+
         times: tuple[int, ...] | None = None
         if "times" in tensors:
             times = tuple(tensors["times"].tolist())
         sightings: Sightings | None = None
         if not missing:
-            sightings = Sightings(*(tensors[key] for key in _SIGHTING_KEYS))
+            fields_of_sightings = [tensors[key] for key in _SIGHTING_KEYS]
+            sightings = Sightings(*fields_of_sightings)
         return TableState(
             steps=int(tensors.get("steps", 0)),
             optimizer_steps=int(tensors.get("optimizer_steps", 0)),
@@ -215,16 +223,21 @@ def set_event_time(tables: Iterable[_TimedTable], times: Sequence[int]) -> None:
         if is_power_of_ten:
             max_jump = table.options.expiry.max_jump_microseconds
             refusal = _Refusal(time, clock, count, max_jump)
-            refusals.setdefault(refusal, set()).add(table.name)
+            names_of_refusal = refusals.setdefault(refusal, set())
+            names_of_refusal.add(table.name)
+
     for refusal, names in refusals.items():
         named = repr(min(names))
         if len(names) > 1:
             named += f" and {len(names) - 1} more"
+        time_s = refusal.time / 1e6
+        clock_s = refusal.clock / 1e6
+        max_jump_s = refusal.max_jump / 1e6
         warn_user(
-            f"table {named}: set_time has refused the time {refusal.time / 1e6}"
+            f"table {named}: set_time has refused the time {time_s}"
             f" ({refusal.refused_times} refused so far): it is more than"
-            f" {refusal.max_jump / 1e6:g} s away from the clock's time"
-            f" {refusal.clock / 1e6}, by which rows expire. The clock follows when"
+            f" {max_jump_s:g} s away from the clock's time"
+            f" {clock_s}, by which rows expire. The clock follows when"
             " ten calls in a row agree. If your events can be so far apart, set"
             " Expiry(max_jump_s=...); otherwise leave out the times that are wrong"
         )
@@ -297,10 +310,14 @@ class StatsByTable(dict[str, TableStats]):
     """
 
     def __str__(self) -> str:
-        return text_table(*self._shown()) if self else "{}"
+        if not self:
+            return "{}"
+        columns, rows = self._shown()
+        return text_table(columns, rows)
 
     def _repr_html_(self) -> str:
-        return html_table(*self._shown())
+        columns, rows = self._shown()
+        return html_table(columns, rows)
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         """Returns the columns and rows.
@@ -316,11 +333,9 @@ class StatsByTable(dict[str, TableStats]):
             is_counted = any(getattr(stats, field.name) for stats in self.values())
             if field.name in always_shown or is_counted:
                 names.append(field.name)
-        columns = [
-            "table",
-            *(name.replace("_", " ") for name in names),
-            "hit rate",
-        ]
+
+        titles = [name.replace("_", " ") for name in names]
+        columns = ["table", *titles, "hit rate"]
         rows = []
         for table_name, stats in self.items():
             counts = [f"{getattr(stats, name):,}" for name in names]
