@@ -58,7 +58,12 @@ def _images(table: int, ids: Tensor) -> Tensor:
     return ids.new_empty((ids.shape[0], _size()), dtype=torch.uint8)
 
 
-def _scored_images(table: int, ids: Tensor, scores: Tensor, images: Tensor) -> Tensor:
+def _scored_images(
+    table: int,
+    ids: Tensor,
+    scores: Tensor,
+    images: Tensor,
+) -> Tensor:
     return images.new_empty(images.shape)
 
 
@@ -67,7 +72,11 @@ def _ssd_rows(store: int, ids: Tensor) -> tuple[Tensor, Tensor]:
     return _flags(store, ids), rows
 
 
-def _table_ids(group: int, ids: Tensor, offsets: Tensor | None) -> list[Tensor]:
+def _table_ids(
+    group: int,
+    ids: Tensor,
+    offsets: Tensor | None,
+) -> list[Tensor]:
     return [_some_ids(group, ids)]
 
 
@@ -157,7 +166,11 @@ def _rows_forward(
     return rows, ids.new_empty(len(groups) if train else 0)
 
 
-def _rows_begin_each(groups: Sequence[int], ids: Tensor, counts: object) -> Tensor:
+def _rows_begin_each(
+    groups: Sequence[int],
+    ids: Tensor,
+    counts: object,
+) -> Tensor:
     return ids.new_empty(len(groups))
 
 

@@ -41,7 +41,12 @@ def requirement(part: str = "", extras: str = "") -> str:
     return shlex.quote(f"{name}[{extras}]" if extras else name)
 
 
-def install(extras: str = "", *, part: str = "", flags: str = "") -> str:
+def install(
+    extras: str = "",
+    *,
+    part: str = "",
+    flags: str = "",
+) -> str:
     """Returns the command that installs a distribution with extras.
 
     From a checkout, the command has the folders of the other distributions that the

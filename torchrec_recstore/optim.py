@@ -470,7 +470,11 @@ def is_square(state_name: str) -> bool:
     return last_part.endswith("_sq") or last_part in _SQUARES
 
 
-def state_bytes(optimizer: Optimizer, columns: int, itemsize: int = 4) -> int:
+def state_bytes(
+    optimizer: Optimizer,
+    columns: int,
+    itemsize: int = 4,
+) -> int:
     """Returns the size in bytes of the optimizer state of one row of a shard with
     ``columns`` columns.
 

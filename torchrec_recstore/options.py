@@ -49,7 +49,11 @@ NONFINITE = ("pass", "skip", "raise")
 """The values of ``TableOptions.nonfinite``, in the order of csrc/rows/config.h."""
 
 
-def _check_finite(owner: object, *names: str, least: float = -math.inf) -> None:
+def _check_finite(
+    owner: object,
+    *names: str,
+    least: float = -math.inf,
+) -> None:
     for name in names:
         argument = f"{type(owner).__name__}.{name}"
         value = getattr(owner, name)

@@ -117,7 +117,11 @@ def _foreign(path: Path, status: os.stat_result) -> PermissionError:
     )
 
 
-def open_own(path: str | Path, flags: int, mode: int = 0o666) -> int:
+def open_own(
+    path: str | Path,
+    flags: int,
+    mode: int = 0o666,
+) -> int:
     """Opens or creates a file at a name that another user may guess.
 
     Returns the file descriptor.

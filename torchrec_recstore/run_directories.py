@@ -49,9 +49,11 @@ class RunDirectory:
         # that another process has created and not locked yet.
         with _locked(self._root):
             _remove_dead(self._root)
-            self.path = self._root / _directory_name(shard) / f"run-{number}"
-            refuse_link(self.path.parent)
-            self.path.parent.mkdir(exist_ok=True)
+            shard_directory = self._root / _directory_name(shard)
+            refuse_link(shard_directory)
+            shard_directory.mkdir(exist_ok=True)
+
+            self.path = shard_directory / f"run-{number}"
             self.path.mkdir(mode=0o700)
             refuse_foreign(self.path)
             self._lock: int | None = open_own(
@@ -61,7 +63,8 @@ class RunDirectory:
             )
             _open.add(self)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            os.write(self._lock, f"{os.getpid()} {socket.gethostname()}".encode())
+            owner = f"{os.getpid()} {socket.gethostname()}"
+            os.write(self._lock, owner.encode())
 
     def remove(self) -> None:
         """Deletes the directory, and its parent if that is empty.
@@ -168,7 +171,9 @@ def removal(runs: Sequence[Run]) -> str:
     Empty if there are none.
     """
     dead = [str(run.path) for run in runs if not run.alive]
-    return shlex.join(["rm", "-r", *dead]) if dead else ""
+    if not dead:
+        return ""
+    return shlex.join(["rm", "-r", *dead])
 
 
 def _directory_name(shard: str) -> str:
@@ -177,7 +182,8 @@ def _directory_name(shard: str) -> str:
     """
     if shard in (_LOCK, _SHARED):
         # what escaped_name() would do with another character
-        return f"%{ord(shard[0]):02X}{shard[1:]}"
+        first = ord(shard[0])
+        return f"%{first:02X}{shard[1:]}"
     return shard
 
 
@@ -214,10 +220,11 @@ def _owner(run: Path) -> str | None:
 
     The caller has locked the root.
     """
-    if os.path.islink(run / _LOCK):  # a store has not made it
+    path = run / _LOCK
+    if os.path.islink(path):  # a store has not made it
         return None
     try:
-        file = os.open(run / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:  # it is not being created, because the root is locked
         return None
     except PermissionError:  # the directory of another user, whose process may live
@@ -235,8 +242,9 @@ def _size(run: Path) -> int:
     total = 0
     for directory, _, files in os.walk(run):
         for file in files:
+            path = os.path.join(directory, file)
             with suppress(OSError):  # the store has just deleted it
-                total += os.stat(os.path.join(directory, file)).st_size
+                total += os.stat(path).st_size
     return total
 
 

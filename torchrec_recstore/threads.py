@@ -121,7 +121,12 @@ def _start_sleeping_team(gomp: ctypes.CDLL) -> None:
     def run_team() -> None:
         # Each thread of the team calls free(NULL), which does nothing. The team lives
         # as long as this thread.
-        gomp.GOMP_parallel(ctypes.CDLL(None).free, None, threads, 0)
+        gomp.GOMP_parallel(
+            ctypes.CDLL(None).free,
+            None,
+            threads,
+            0,
+        )
         started.set()
         threading.Event().wait()
 

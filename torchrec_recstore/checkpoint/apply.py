@@ -225,7 +225,12 @@ class _Change:
             ) from error
 
 
-def _check_table(source: Source, info: CheckpointInfo, *, strict: bool) -> None:
+def _check_table(
+    source: Source,
+    info: CheckpointInfo,
+    *,
+    strict: bool,
+) -> None:
     table = source.table
     assert isinstance(table, ModelTable)
     store = table.options.cold_store

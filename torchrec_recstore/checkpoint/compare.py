@@ -282,7 +282,11 @@ def _changes(first: Tensor, second: Tensor) -> tuple[Tensor, float]:
     return differs, largest
 
 
-def _grow(largest: dict[str, float], key: str, change: float) -> None:
+def _grow(
+    largest: dict[str, float],
+    key: str,
+    change: float,
+) -> None:
     """Keeps the larger one of the changes; NaN is larger than any number."""
     earlier_change = largest.get(key, 0.0)
     changes = torch.tensor([earlier_change, change], dtype=torch.float64)

@@ -327,7 +327,12 @@ class _TableKeys:
             return table.weight_key
         return table.key_of(source)
 
-    def _renamed_key(self, table: ModelTable, source: str, saved: Set[str]) -> str:
+    def _renamed_key(
+        self,
+        table: ModelTable,
+        source: str,
+        saved: Set[str],
+    ) -> str:
         likely_key = table.key_of(source)
         if likely_key in saved:
             return likely_key

@@ -341,7 +341,13 @@ class SavedTable:
 
             parts = []
             for number, columns in enumerate(shard_columns):
-                part = self._part(ids, number, columns, rows["weight"], states)
+                part = self._part(
+                    ids,
+                    number,
+                    columns,
+                    rows["weight"],
+                    states,
+                )
                 parts.append(part)
             yield parts
 

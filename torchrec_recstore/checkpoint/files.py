@@ -46,7 +46,8 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise
-        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
+        reason = os.strerror(error.errno)
+        raise OSError(error.errno, reason, os.fspath(path)) from error
 
 
 class CheckpointError(ValueError):
@@ -115,10 +116,8 @@ class FileLock(AbstractContextManager["FileLock"]):
             with suppress(OSError):
                 if self._shared and not _is_alone(descriptor):
                     records = _records(self._file)
-                    _write_records(
-                        descriptor,
-                        [record for record in records if record != self._record],
-                    )
+                    others = [record for record in records if record != self._record]
+                    _write_records(descriptor, others)
                 elif not self._keep and self._is_at_its_path(descriptor):
                     self._file.unlink()
         finally:
@@ -250,7 +249,8 @@ def _records(file: Path) -> list[_Record]:
     A process that took a shared lock while another one released it can be missing.
     """
     try:
-        return [_Record(**json.loads(line)) for line in file.read_bytes().splitlines()]
+        lines = file.read_bytes().splitlines()
+        return [_Record(**json.loads(line)) for line in lines]
     except (OSError, ValueError, TypeError):
         return []
 
@@ -264,7 +264,10 @@ def _newest_holder(file: Path) -> _Record | None:
 
 
 def _write_records(descriptor: int, records: Sequence[_Record]) -> None:
-    text = "".join(json.dumps(asdict(record)) + "\n" for record in records)
+    text = ""
+    for record in records:
+        line = json.dumps(asdict(record))
+        text += line + "\n"
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
 
@@ -299,12 +302,10 @@ def leftovers(path: Path) -> Iterator[Path]:
 
     The caller holds the lock of ``path``, so that no living process writes to it.
     """
+    beginning = f".{path.name}.saving-"
     for entry in path.parent.iterdir():
-        if (
-            entry.name.startswith(f".{path.name}.saving-")
-            and is_staging(entry)
-            and not entry.is_symlink()
-        ):
+        is_of_path = entry.name.startswith(beginning) and is_staging(entry)
+        if is_of_path and not entry.is_symlink():
             yield entry
 
 
@@ -334,7 +335,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
         reason = f"cannot be written: {os.strerror(number)}"
         raise OSError(number, reason, os.fspath(path)) from error
     # Files of safetensors 0.8 are readable by their owner only.
-    path.chmod(path.parent.stat().st_mode & 0o666)
+    mode_of_directory = path.parent.stat().st_mode
+    path.chmod(mode_of_directory & 0o666)
     sync(path)
     return file_info(path)
 

@@ -179,7 +179,12 @@ class FoldedTable:
         part = part.with_frequencies_of(saved.options, newest.options)
         return part.stored_as(self._dtype)
 
-    def _check_distinct(self, ids: Tensor, levels: Tensor, is_repeated: Tensor) -> None:
+    def _check_distinct(
+        self,
+        ids: Tensor,
+        levels: Tensor,
+        is_repeated: Tensor,
+    ) -> None:
         """Refuses an id that several parts of one checkpoint have."""
         is_of_same_level = levels[1:] == levels[:-1]
         is_damaged = is_repeated & is_of_same_level
@@ -487,7 +492,11 @@ def _concatenated(windows: Sequence[Sequence[Part]]) -> list[Part]:
     return [Part.concatenated(parts) for parts in zip(*windows, strict=True)]
 
 
-def _copy(source: Path, target: Path, expected: FileInfo) -> None:
+def _copy(
+    source: Path,
+    target: Path,
+    expected: FileInfo,
+) -> None:
     with source.open("rb") as source_file:
         try:
             with target.open("wb") as target_file:

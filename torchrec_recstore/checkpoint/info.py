@@ -299,7 +299,11 @@ def _checksum(text: bytes) -> str | None:
     return checksum if saved[1].decode() == checksum else None
 
 
-def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo:
+def _info(
+    path: Path,
+    document: dict[str, Any],
+    checksum: str,
+) -> CheckpointInfo:
     check_fields("it", document, _DOCUMENT)
     _integers("step and world_size", (document["step"], document["world_size"]))
     # Every other name of a file in the metadata is one of these, see _check_info().
@@ -411,13 +415,21 @@ def _part(table: str, entry: dict[str, Any]) -> PartInfo:
     )
 
 
-def _entry(label: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
+def _entry(
+    label: str,
+    kind: type[_Entry],
+    entry: dict[str, Any],
+) -> _Entry:
     check_fields(label, entry, kind)
     _check_plain(label, kind, entry)
     return kind(**entry)
 
 
-def _check_plain(label: str, kind: Any, values: Mapping[str, Any]) -> None:
+def _check_plain(
+    label: str,
+    kind: Any,
+    values: Mapping[str, Any],
+) -> None:
     """Checks the values of fields that are annotated as int or str.
 
     Raises:
@@ -481,7 +493,11 @@ def _check_info(info: CheckpointInfo) -> None:
         _check_table(f"{info.path}: table {name!r}", info, table)
 
 
-def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> None:
+def _check_table(
+    table_name: str,
+    info: CheckpointInfo,
+    table: TableInfo,
+) -> None:
     if table.dtype not in DTYPES:
         raise CheckpointError(
             f"{table_name} has weights of an unknown data type {table.dtype!r}"

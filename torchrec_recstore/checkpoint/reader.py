@@ -128,7 +128,12 @@ def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def listed_ids(info: CheckpointInfo, part: PartInfo, *, verify: bool) -> Tensor:
+def listed_ids(
+    info: CheckpointInfo,
+    part: PartInfo,
+    *,
+    verify: bool,
+) -> Tensor:
     """Returns the ids of a file that holds no rows, (N,) int64, ascending.
 
     See :meth:`Block.open`.
@@ -195,7 +200,12 @@ def _checked(
     return file, ids
 
 
-def _check_shapes(path: Path, part: PartInfo, table: TableInfo, file: Any) -> None:
+def _check_shapes(
+    path: Path,
+    part: PartInfo,
+    table: TableInfo,
+    file: Any,
+) -> None:
     begin, end = part.columns
     columns = end - begin
     dtype = getattr(torch, table.dtype)
@@ -353,7 +363,11 @@ def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
             item = following.result()
 
 
-def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> None:
+def _remove_rows(
+    table: Table,
+    contents: TableInfo,
+    info: CheckpointInfo,
+) -> None:
     """Removes the ids that left the table between the base of a delta and the delta."""
     if info.delta_of is None:
         return

@@ -245,7 +245,12 @@ def nearest(
     )
 
 
-def _check_arguments(name: str, value: str, literal: Any, count: int) -> None:
+def _check_arguments(
+    name: str,
+    value: str,
+    literal: Any,
+    count: int,
+) -> None:
     choices = get_args(literal)
     if value not in choices:
         listed = ", ".join(choices)

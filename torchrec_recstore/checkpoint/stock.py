@@ -291,14 +291,10 @@ def load_stock_state_dict(
             stock_states = {key: fused_states[key] for key in stock_keys}
             stock_pairs = _checked_pairs(new_states, stock_states, model_state)
 
-    stock_entries = {}
+    stock_entries: dict[str, Any] = {}
     for key, value in plain.items():
-        if key in tables:
-            continue
-        stock_entries[key] = value
-        if _is_sharded(model_state[key]):
-            fill(model_state[key], value)
-            stock_entries[key] = model_state[key]
+        if key not in tables:
+            stock_entries[key] = _in_shards(value, model_state[key])
     with rows_left_out(model):
         model.load_state_dict(stock_entries)
     for value, plain_state in stock_pairs:
@@ -432,6 +428,17 @@ def fill(value: Any, plain: Tensor) -> None:
         part.copy_(plain[cut])
 
 
+def _in_shards(plain: Any, model_value: Any) -> Any:
+    """Returns a value to load in the place of a value of the model's state.
+
+    If the model's tensor is sharded, the plain tensor is copied into its parts.
+    """
+    if not _is_sharded(model_value):
+        return plain
+    fill(model_value, plain)
+    return model_value
+
+
 def _filled(value: Any) -> tuple[Tensor, int]:
     """Returns a plain tensor with this rank's parts, and the number of their cells.
 
@@ -489,11 +496,8 @@ def _checked_states(
     ``starts`` has the first column of each column shard.
     """
     names = _stock_names(table)
-    _check_keys(
-        f"table {table.name!r}: the stock optimizer state",
-        stock_states,
-        names.values(),
-    )
+    label = f"table {table.name!r}: the stock optimizer state"
+    _check_keys(label, stock_states, names.values())
     optimizer = table.state.optimizer
     if optimizer_steps is None and isinstance(optimizer, optim.Adam):
         raise ValueError(

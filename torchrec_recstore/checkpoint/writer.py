@@ -40,7 +40,11 @@ _LONGEST_NAME = 100
 _POLITE_NICENESS = 15
 
 
-def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
+def part_rows(
+    dim: int,
+    dtype: torch.dtype,
+    optimizer: Optimizer,
+) -> int:
     """Returns the number of rows of a part."""
     return rows_in(PART_BYTES, dim, dtype, optimizer)
 
@@ -134,10 +138,22 @@ class PartWriter:
         pieces = torch.split(ids, PART_BYTES // ids.element_size())
         for number, piece in enumerate(pieces):
             suffix = f"{number:05d}-{kind}"
-            files.append(self._ids_file(name, table.columns, suffix, {"ids": piece}))
+            files.append(
+                self._ids_file(
+                    name,
+                    table.columns,
+                    suffix,
+                    {"ids": piece},
+                )
+            )
         return tuple(files)
 
-    def sightings(self, name: str, table: Table, state: TableState) -> tuple[str, ...]:
+    def sightings(
+        self,
+        name: str,
+        table: Table,
+        state: TableState,
+    ) -> tuple[str, ...]:
         """Writes the counts of a shard's admission, and returns the name of the file.
 
         Without counts there is none.

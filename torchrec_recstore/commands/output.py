@@ -74,7 +74,8 @@ def status_of(app: Callable[[], object]) -> int:
         status = app()
     except _UsageError as error:
         if os.environ.get("RANK", "0") == "0":
-            message = " ".join(error.format_message().split()).rstrip(".")
+            words = error.format_message().split()
+            message = " ".join(words).rstrip(".")
             command = error.ctx.command_path if error.ctx else "recstore"
             print_error(f"{message}: see {command} --help")
         return 2
@@ -87,7 +88,8 @@ def status_of(app: Callable[[], object]) -> int:
 
 def print_error(message: str) -> None:
     """Prints an error message to stderr as one line."""
-    print(f"error: {' '.join(message.splitlines())}", file=sys.stderr)
+    line = " ".join(message.splitlines())
+    print(f"error: {line}", file=sys.stderr)
 
 
 def stdout() -> Console:
@@ -95,7 +97,9 @@ def stdout() -> Console:
 
     Lines are wrapped only on a terminal, so that other programs can read them.
     """
-    return Console() if sys.stdout.isatty() else Console(width=1000)
+    if sys.stdout.isatty():
+        return Console()
+    return Console(width=1000)
 
 
 def print_json(value: Any) -> None:
@@ -120,7 +124,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
     """Prints a table on stdout, with the cells as they are."""
     table = table_of(columns)
     for row in rows:
-        table.add_row(*map(Text, row))
+        cells = [Text(cell) for cell in row]
+        table.add_row(*cells)
     stdout().print(table)
 
 

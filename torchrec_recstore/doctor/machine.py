@@ -213,7 +213,12 @@ def cold_stores(folder: Path) -> Finding:
         f", and {len(ended)} of processes that have ended ({bytes_of_ended}), which the"
         " next process with the same path removes"
     )
-    return Finding(name, "warning", description, removal(runs))
+    return Finding(
+        name,
+        "warning",
+        description,
+        removal(runs),
+    )
 
 
 def available(machine: Machine) -> Finding:

@@ -301,7 +301,12 @@ def _no_fbgemm(
         if misfit:
             misfits.append(f"{name} {number} {misfit}")
     if misfits:
-        return Finding("fbgemm", "problem", "; ".join(misfits), fix)
+        return Finding(
+            "fbgemm",
+            "problem",
+            "; ".join(misfits),
+            fix,
+        )
     names = " and ".join(
         f"{name} {number}" for name, number in installed_numbers.items()
     )

@@ -297,7 +297,12 @@ class RecStoreEmbedding(DropIn):
         rows = _at_target(rows, target)
         return rows.view(*input.shape, self.embedding_dim)
 
-    def _rows_beside_padding(self, ids: Tensor, padding: int, to: CopyTarget) -> Tensor:
+    def _rows_beside_padding(
+        self,
+        ids: Tensor,
+        padding: int,
+        to: CopyTarget,
+    ) -> Tensor:
         """Returns the rows, (N, dim), of ids (N,) int64; see :meth:`_rows`.
 
         The row of the id ``padding`` is only read.

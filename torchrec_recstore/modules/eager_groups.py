@@ -167,7 +167,12 @@ class EagerGroups:
         if trains_rows:
             _check_training(tables)
         group = self._sequence_group(tables, to)
-        out: Tensor = group(ids, counts, train=train, to=_target(group, to))
+        out: Tensor = group(
+            ids,
+            counts,
+            train=train,
+            to=_target(group, to),
+        )
         if trains_rows and not tables[0].fused:
             collect = partial(_collect_rows, list(tables), list(counts))
             out = _Collect.apply(self._anchor, out.detach(), collect, ids)  # type: ignore[no-untyped-call]
@@ -242,7 +247,12 @@ class EagerGroups:
         make_group: Callable[[list[Any]], SequenceGroup] = SequenceGroup
         if isinstance(tables[0], RemoteTableModule):
             make_group = tables[0].client.sequence_group
-        return self._group(tuple(map(id, tables)), tables, make_group, to)
+        return self._group(
+            tuple(map(id, tables)),
+            tables,
+            make_group,
+            to,
+        )
 
     def _group(
         self,

@@ -292,7 +292,11 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         return self._offers.setdefault(id(sharder), sharder.with_stock_kernels())
 
 
-def _check_names(subject: str, model_tables: set[str], tables: set[str]) -> None:
+def _check_names(
+    subject: str,
+    model_tables: set[str],
+    tables: set[str],
+) -> None:
     unknown = sorted(tables - model_tables)
     if unknown:
         raise PlannerError(

@@ -62,8 +62,10 @@ class Pace:
             steps = min(2 * steps_since, _MOST_STEPS)
             if seconds_since * steps > seconds * steps_since:
                 steps = max(1, int(seconds * steps_since / seconds_since))
+        if seconds <= 0:
+            steps = 1
         self._last = self._step, unix_seconds
-        self._next = self._step + (steps if seconds > 0 else 1)
+        self._next = self._step + steps
 
 
 class AgreedClock:
@@ -100,10 +102,12 @@ class AgreedClock:
         """See :meth:`begin_step`."""
         if not self._pace.begin_step():
             return
-        unix_seconds = all_gathered(time.time(), self._env)[0]
+        times_of_ranks = all_gathered(time.time(), self._env)
+        unix_seconds = times_of_ranks[0]
         self._pace.plan(unix_seconds, self._interval)
+        unix_microseconds = round(unix_seconds * 1e6)
         for table in self._tables:
-            ops.table_follow_time(table.handle, round(unix_seconds * 1e6))
+            ops.table_follow_time(table.handle, unix_microseconds)
 
 
 def _agree(handle: int, anchor: Tensor) -> None:

@@ -235,7 +235,11 @@ def _from_arrow(rows: Any, table: ModelRows) -> Part:
     return Part(ids, range(table.dim), tensors)
 
 
-def _check_columns(names: Sequence[str], others: Sequence[str], table: str) -> None:
+def _check_columns(
+    names: Sequence[str],
+    others: Sequence[str],
+    table: str,
+) -> None:
     """Checks that the columns are ``id`` and ``weight``, or those and all others."""
     expected = ["id", "weight", *others]
     listed = ", ".join(map(repr, expected))

@@ -125,7 +125,12 @@ def _squares_name(optimizer: Optimizer) -> str:
     return ""
 
 
-def _states(shards: Sequence[Table], ids: Tensor, *, squares: bool) -> Tensor:
+def _states(
+    shards: Sequence[Table],
+    ids: Tensor,
+    *,
+    squares: bool,
+) -> Tensor:
     """Returns a number for each of ``ids``, (N,) float32, or 0 without a row.
 
     It is the mean of the squared gradients over the columns, or the norm of the first

@@ -400,7 +400,11 @@ def _read(
         raise ValueError(f"{subject}: {error}") from error
 
 
-def _number(params: Mapping[str, Any], key: str, subject: str) -> float:
+def _number(
+    params: Mapping[str, Any],
+    key: str,
+    subject: str,
+) -> float:
     try:
         return float(params[key])
     except (TypeError, ValueError) as error:

@@ -36,9 +36,8 @@ def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
             return values
         return _through_first_rank(values, value, group)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"a rank of the job has died: {str(error).strip()}"
-        ) from error
+        reason = str(error).strip()
+        raise RuntimeError(f"a rank of the job has died: {reason}") from error
 
 
 def _through_first_rank(
@@ -55,6 +54,7 @@ def _through_first_rank(
         if isinstance(received, RuntimeError):
             raise received
         return cast(list[_T], received)
+
     living: list[int] = []
     died: RuntimeError | None = None
     for rank in range(1, len(values)):
@@ -63,9 +63,11 @@ def _through_first_rank(
             living.append(rank)
         except RuntimeError as error:
             died = RuntimeError(f"rank {rank}: {error}")
+
     for rank in living:
+        answer: object = values if died is None else died
         try:
-            _send(values if died is None else died, group, rank)
+            _send(answer, group, rank)
         except RuntimeError as error:
             # The remaining ranks get the error now or in the next call.
             died = RuntimeError(f"rank {rank}: {error}")
@@ -74,9 +76,15 @@ def _through_first_rank(
     return values
 
 
-def _send(value: object, group: dist.ProcessGroup, rank: int) -> None:
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    for tensor in (torch.tensor([len(data)]), data):
+def _send(
+    value: object,
+    group: dist.ProcessGroup,
+    rank: int,
+) -> None:
+    content = bytearray(pickle.dumps(value))
+    data = torch.frombuffer(content, dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    for tensor in (size, data):
         group.send([tensor], rank, 0).wait()
 
 

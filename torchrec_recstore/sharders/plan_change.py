@@ -416,20 +416,9 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
     env = old.env
     sources = _Place.of_all_ranks(old.shards, env)
     places = _Place.of_all_ranks(new.shards, env)
-    # The shards of a group have the same ids; that of the first columns counts them.
-    rows: dict[BlockRouting | None, int] = {}
-    for place in sources:
-        if place.columns.start == 0:
-            rows[place.routing] = place.rows
-    groups = list(rows)
-
     with refused_together(env):
-        for place in sources:
-            if place.rows != rows.get(place.routing):
-                raise RuntimeError(
-                    f"RecStore table {old.name!r}: its column shards hold different"
-                    " numbers of rows"
-                )
+        rows = _rows_of_groups(old.name, sources)
+        groups = list(rows)
         # The statistics of the tables themselves do not count the moved rows as new
         # ones, as after a load.
         arriving = [shard.table.empty_copy() for shard in new.shards]
@@ -467,6 +456,27 @@ def _stream(old: RowState, new: RowState, state: TableState) -> None:
     with refused_together(env):
         _write(old.name, arriving, received)
         _take_over(new, arriving)
+
+
+def _rows_of_groups(
+    table: str,
+    places: Sequence[_Place],
+) -> dict[BlockRouting | None, int]:
+    """Returns the number of rows of each group of shards of a table.
+
+    The shards of a group have the same ids. That of the first columns counts them.
+    """
+    rows: dict[BlockRouting | None, int] = {}
+    for place in places:
+        if place.columns.start == 0:
+            rows[place.routing] = place.rows
+    for place in places:
+        if place.rows != rows.get(place.routing):
+            raise RuntimeError(
+                f"RecStore table {table!r}: its column shards hold different numbers of"
+                " rows"
+            )
+    return rows
 
 
 def _take_over(new: RowState, arriving: Sequence[Table]) -> None:

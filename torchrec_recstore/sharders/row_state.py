@@ -231,7 +231,12 @@ class RowState:
                 part.rows[key] = _row_wise(shard, source, starts)
         return part
 
-    def _stamps(self, state: Mapping[str, Value], key: str, ids: Tensor) -> Tensor:
+    def _stamps(
+        self,
+        state: Mapping[str, Value],
+        key: str,
+        ids: Tensor,
+    ) -> Tensor:
         """Returns an entry of ``state`` that has a number for each of ``ids``, (R,)."""
         stamps = torch.as_tensor(state[key])
         if stamps.shape != ids.shape:

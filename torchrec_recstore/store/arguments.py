@@ -167,7 +167,12 @@ def check_whole_rows(
     elements = [name for name, kind in states.items() if kind == "element"]
     weight = _check_weights(rows["weight"], shape, dtype)
     for name in elements:
-        check_rows(rows[name], name, shape, [torch.float32])
+        check_rows(
+            rows[name],
+            name,
+            shape,
+            [torch.float32],
+        )
     for name in expected:
         if (
             name not in elements

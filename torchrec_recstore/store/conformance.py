@@ -104,7 +104,12 @@ def _keeps_rows(options: object) -> None:
         _expect_rows(store, ids, rows, promise)
 
         promise = "get returns rows in the order of the ids"
-        _expect_rows(store, ids.flip(0), rows.flip(0), promise)
+        _expect_rows(
+            store,
+            ids.flip(0),
+            rows.flip(0),
+            promise,
+        )
 
         pairs_of_ids = torch.stack([ids, ids], dim=1)
         strided_ids = pairs_of_ids[:, 0]
@@ -436,7 +441,11 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _rows(n: int, row_bytes: int = ROW_BYTES, seed: int = 0) -> Tensor:
+def _rows(
+    n: int,
+    row_bytes: int = ROW_BYTES,
+    seed: int = 0,
+) -> Tensor:
     return torch.randint(
         0,
         256,

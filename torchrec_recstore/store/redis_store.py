@@ -91,7 +91,13 @@ class RedisColdStore:
 
     ascending_snapshots = False
 
-    def __init__(self, options: RedisStore, *, name: str, row_bytes: int) -> None:
+    def __init__(
+        self,
+        options: RedisStore,
+        *,
+        name: str,
+        row_bytes: int,
+    ) -> None:
         """Connects to the server, and raises ColdStoreError if it cannot be reached,
         refuses access, or evicts rows.
         """

@@ -287,7 +287,12 @@ class Snapshot(AbstractContextManager["Snapshot"]):
         rows = (weight, elements, state, last_step, frequency)
         return self._part(ids, rows)
 
-    def _read_merged(self, cold_batches: Batches, n: int, polite: bool) -> Part:
+    def _read_merged(
+        self,
+        cold_batches: Batches,
+        n: int,
+        polite: bool,
+    ) -> Part:
         while len(self._merged) < n:
             self._read_ahead(cold_batches, n, polite)
             self._merge()
@@ -297,7 +302,12 @@ class Snapshot(AbstractContextManager["Snapshot"]):
         self._merged = self._merged.take(other_rows)
         return part
 
-    def _read_ahead(self, cold_batches: Batches, n: int, polite: bool) -> None:
+    def _read_ahead(
+        self,
+        cold_batches: Batches,
+        n: int,
+        polite: bool,
+    ) -> None:
         """Reads rows of each source of which none are left."""
         resident_left = ops.snapshot_rows_left(self._handle)
         if len(self._resident) == 0 and resident_left:

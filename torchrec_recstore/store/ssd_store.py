@@ -36,7 +36,13 @@ class SSDColdStore:
 
     ascending_snapshots = True
 
-    def __init__(self, options: SSDStore, *, name: str, row_bytes: int) -> None:
+    def __init__(
+        self,
+        options: SSDStore,
+        *,
+        name: str,
+        row_bytes: int,
+    ) -> None:
         """Creates the file of the store, or opens that of shared rows, or raises
         ColdStoreError.
         """

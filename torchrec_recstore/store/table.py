@@ -1022,7 +1022,12 @@ class Table(AbstractContextManager["Table"]):
             return _NOTHING
         return self.device_rows.settled(self, ids)
 
-    def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:
+    def _check_rows(
+        self,
+        rows: Tensor,
+        argument: str,
+        ids: Tensor,
+    ) -> None:
         shape = (len(ids), len(self.columns))
         check_rows(
             rows,
@@ -1038,7 +1043,8 @@ def _last_scores(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     if len(distinct) == len(ids):
         return ids, scores
     last_positions = torch.zeros(len(distinct), dtype=torch.int64)
-    last_positions.scatter_reduce_(0, places, torch.arange(len(ids)), "amax")
+    positions = torch.arange(len(ids))
+    last_positions.scatter_reduce_(0, places, positions, "amax")
     return distinct, scores[last_positions]
 
 

@@ -151,9 +151,19 @@ class TableState:
             elif key in _STEP_KEYS:
                 _check_tensor(key, tensor, 1, torch.int64)
             elif key == "sighting_ids":
-                _check_tensor(key, tensor, len(sighting_ids), torch.int64)
+                _check_tensor(
+                    key,
+                    tensor,
+                    len(sighting_ids),
+                    torch.int64,
+                )
             else:
-                _check_tensor(key, tensor, len(sighting_ids), torch.uint8)
+                _check_tensor(
+                    key,
+                    tensor,
+                    len(sighting_ids),
+                    torch.uint8,
+                )
 
         missing = [key for key in _SIGHTING_KEYS if key not in tensors]
         if 0 < len(missing) < len(_SIGHTING_KEYS):

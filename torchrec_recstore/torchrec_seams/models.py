@@ -62,14 +62,20 @@ def grouped_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
     groups: list[GroupedEmbeddingConfig] | None
     groups = getattr(sharding, "_grouped_embedding_configs", None)
     if groups is None:
+        groups = []
         groups_of_ranks = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
-        groups = [] if groups_of_ranks is None else groups_of_ranks[sharding._rank]
+        if groups_of_ranks is not None:
+            groups = groups_of_ranks[sharding._rank]
     return groups
 
 
 def grouped_configs_of_all_ranks(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
     """Returns the groups of tables of every rank, none for data-parallel shardings."""
-    groups_of_ranks = getattr(sharding, "_grouped_embedding_configs_per_rank", [])
+    groups_of_ranks = getattr(
+        sharding,
+        "_grouped_embedding_configs_per_rank",
+        [],
+    )
     return [group for groups in groups_of_ranks for group in groups]
 
 
@@ -167,6 +173,7 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
             if name.endswith("_hooks"):
                 attributes[name] = value
         attributes["_optim"] = optimizer
+
         is_training = self.training
         self.__dict__.clear()
         self.__dict__.update(attributes)
@@ -233,13 +240,16 @@ class BagCollectionSeams(CollectionSeams):
         for sharding in self.shardings_in_order:
             stock_names = sharding.embedding_names()
             outputs += getattr(sharding, "_embedding_names", stock_names)
-        self._kjt_key_indices = {str(place): place for place in range(len(outputs))}
-        undivided = [
-            str(place)
-            for place, name in enumerate(outputs)
-            if name not in self._divided
-        ]
+
+        places: dict[str, int] = {}
+        undivided: list[str] = []
+        for place, name in enumerate(outputs):
+            places[str(place)] = place
+            if name not in self._divided:
+                undivided.append(str(place))
+        self._kjt_key_indices = places
         self._pooling_type_to_rs_features = {PoolingType.SUM.value: undivided}
+
         ordering = [outputs.index(name) for name in self._embedding_names]
         self._kt_key_ordering = torch.tensor(ordering, device=self._device)
 
@@ -345,9 +355,8 @@ def follow_collection_inside(collection: nn.Module) -> None:
     inside: Any = collection_inside(collection)
     collection._lookups = inside._lookups
     rows_split = {"row_wise", "table_row_wise", "grid_shard"}
-    types = {
-        sharding.sharding_type for sharding in inside.module_sharding_plan.values()
-    }
+    shardings = inside.module_sharding_plan.values()
+    types = {sharding.sharding_type for sharding in shardings}
     collection._row_wise_sharded = bool(types & rows_split)  # type: ignore[assignment]
 
 
@@ -432,9 +441,11 @@ class PooledShardingKernelsSeams(ShardingKernelsSeams):
         # sizes are those of the features from the first rank, then from the second one.
         for pooled, sizes, features in groups:
             sizes_of_ranks = []
-            for first in range(0, len(sizes), features):
-                sizes_of_ranks.append(sum(sizes[first : first + features]))
+            for begin in range(0, len(sizes), features):
+                end = begin + features
+                sizes_of_ranks.append(sum(sizes[begin:end]))
             rows_by_group.append(pooled.split(sizes_of_ranks))
+
         rank_major: list[Tensor] = []
         for rows_of_rank in zip(*rows_by_group, strict=True):
             rank_major += rows_of_rank
@@ -457,8 +468,8 @@ def marked_optimizer(
     Returns (None, {}) if there are none.
     """
     (optimizer_class,) = getattr(parameter, "_optimizer_classes", [None])
-    kwargs = getattr(parameter, "_optimizer_kwargs", [{}])[0]
-    return optimizer_class, dict(kwargs)
+    first_arguments, *_ = getattr(parameter, "_optimizer_kwargs", [{}])
+    return optimizer_class, dict(first_arguments)
 
 
 def mark_as_optimized(parameter: Tensor, optimizer: object) -> None:

@@ -97,7 +97,12 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
     _pipelined_modules: list[Any]
     _pipelined_postprocs: list[Any]
 
-    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(model, *args, **kwargs)
         self._context_type = BatchContext
         self._calls_model = self._model_fwd is model
@@ -207,7 +212,8 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
             self.start_sparse_data_dist(self.batches[1], self.contexts[1])
         except Exception:
             dist = torch.distributed
-            if dist.is_initialized() and dist.get_world_size() > 1:
+            has_other_ranks = dist.is_initialized() and dist.get_world_size() > 1
+            if has_other_ranks:
                 raise  # Ranks that go on would wait for one that has not started it.
             self._forget(1)
 
