@@ -215,7 +215,8 @@ class LFU:
 
     half_life_steps: int | None = None
     count: Literal["steps", "occurrences"] = field(
-        default="steps", metadata={"since": "0.3.0"}
+        default="steps",
+        metadata={"since": "0.3.0"},
     )
 
     __repr__ = set_fields
@@ -636,7 +637,8 @@ class TableOptions:
     routing: Literal["block", "hash"] = "block"
     missing: Literal["zeros", "init"] = "zeros"
     nonfinite: Literal["pass", "skip", "raise"] = field(
-        default="pass", metadata={"since": "0.2.0"}
+        default="pass",
+        metadata={"since": "0.2.0"},
     )
     servers: Servers | None = None
     frozen: bool = field(default=False, metadata={"since": "0.2.0"})
@@ -665,9 +667,19 @@ class TableOptions:
                 " jobs count other steps. Leave expiry out"
             )
         if self.left_ids is not None:
-            check_int("TableOptions.left_ids", self.left_ids, 1, MAX_LEFT_IDS)
+            check_int(
+                "TableOptions.left_ids",
+                self.left_ids,
+                1,
+                MAX_LEFT_IDS,
+            )
         if self.device_rows is not None:
-            check_int("TableOptions.device_rows", self.device_rows, 0, MAX_DEVICE_ROWS)
+            check_int(
+                "TableOptions.device_rows",
+                self.device_rows,
+                0,
+                MAX_DEVICE_ROWS,
+            )
         check_shared_rows(self)
         if not isinstance(self.cold_store, Hashable):
             raise TypeError(

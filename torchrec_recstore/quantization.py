@@ -68,7 +68,8 @@ class RefusesQuantization:
         # A module speaks for the modules in it.
         for module in cast("nn.Module", self).modules():
             if isinstance(module, RefusesQuantization) and not hasattr(
-                module, "_left_out_by"
+                module,
+                "_left_out_by",
             ):
                 module._left_out_by = _LeftOutBy.MODULE_AROUND
 

@@ -149,7 +149,12 @@ def _note(table: ModelTable | EagerModelTable, info: CheckpointInfo) -> None:
     state = table.module.recstore_state
     base = info.delta_of.checksum
     is_complete = state.has_had_rows_of(table.config_name, base)
-    state.note_rows_of(table.config_name, info.checksum, base, is_complete=is_complete)
+    state.note_rows_of(
+        table.config_name,
+        info.checksum,
+        base,
+        is_complete=is_complete,
+    )
 
 
 @dataclass

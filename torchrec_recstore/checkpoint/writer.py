@@ -305,7 +305,12 @@ def write_shard(
     is_first = table.columns.start == 0
     if is_first:
         if shard.listed is not None:
-            removed = writer.ids(shard.name, table, shard.removal, shard.listed)
+            removed = writer.ids(
+                shard.name,
+                table,
+                shard.removal,
+                shard.listed,
+            )
         sightings = writer.sightings(shard.name, table, shard.state)
     return TableInfo(
         dim=table.dim,

@@ -446,7 +446,8 @@ def _print_difference(difference: CheckpointDifference) -> None:
         for fact, (before, after) in table.facts.items():
             tables_of_facts[f"{fact} {before} -> {after}"].append(name)
     print_table(
-        ["", "in both", "added", "gone", "changed", "weights by", "state by"], rows
+        ["", "in both", "added", "gone", "changed", "weights by", "state by"],
+        rows,
     )
     for fact, names in tables_of_facts.items():
         has_all_tables = len(names) == len(difference.tables)

@@ -286,7 +286,8 @@ class RecStoreEmbedding(DropIn):
         """
         if self._owned is None and input.is_meta:
             return input.new_empty(
-                (*input.shape, self.embedding_dim), dtype=self._output_dtype
+                (*input.shape, self.embedding_dim),
+                dtype=self._output_dtype,
             )
         ids = _int64_input(input).reshape(-1)
         target = self._target(input)

@@ -298,7 +298,8 @@ class TableModule(RefusesQuantization, nn.Module):
         if self._owned is None and assigns:
             self._owned = OwnedTable(self._arguments)
             self._parameters["weight"] = self._parameter(
-                "cpu", self.weight.requires_grad
+                "cpu",
+                self.weight.requires_grad,
             )
         table_state, missing = self._state_of_table(state_dict, prefix)
         # torch loads the empty parameter itself.

@@ -114,7 +114,12 @@ def planned_options(
     if constraint is None:
         return options
     rows = planned_rows(options, num_embeddings, measured)
-    return with_load_factor(table_name, options, constraint.cache_params, rows)
+    return with_load_factor(
+        table_name,
+        options,
+        constraint.cache_params,
+        rows,
+    )
 
 
 def planned_rows(

@@ -110,7 +110,12 @@ def _candidate(
         return None
 
     num_embeddings = option.tensor.shape[0]
-    options = planned_options(constraints, option.name, num_embeddings, measured)
+    options = planned_options(
+        constraints,
+        option.name,
+        num_embeddings,
+        measured,
+    )
     is_read_only = options.frozen or not option.tensor.requires_grad
     if options.device_rows is not None or options.servers or is_read_only:
         return None

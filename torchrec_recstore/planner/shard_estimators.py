@@ -213,7 +213,8 @@ def device_row_bytes(
     Each row has the weights and the states of the optimizer, padded to 16 bytes.
     """
     bytes_of_row = row_bytes(dtype_of(option), columns) + state_bytes(
-        optimizer, columns
+        optimizer,
+        columns,
     )
     return aligned(bytes_of_row, _DEVICE_ROW_ALIGNMENT)
 

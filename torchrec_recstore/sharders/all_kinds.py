@@ -72,7 +72,8 @@ def get_recstore_sharders(
         **arguments,
     )
     processed_bags = RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
-        bags, qcomm_codecs_registry
+        bags,
+        qcomm_codecs_registry,
     )
     return [bags, sequences, processed_bags]
 

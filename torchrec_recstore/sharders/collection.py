@@ -494,7 +494,8 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     def _hashed_features(self) -> frozenset[str]:
         if not hasattr(self, "_hashed"):
             self._hashed = hashed_features(
-                self.table_configs, self.module_sharding_plan
+                self.table_configs,
+                self.module_sharding_plan,
             )
         return self._hashed
 

@@ -183,7 +183,12 @@ def _remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> Remote
     assert servers is not None
     client = plugin("client")(servers)
     # Other models may train the table that this one only reads.
-    server_options = replace(options, servers=None, frozen=False, device_rows=None)
+    server_options = replace(
+        options,
+        servers=None,
+        frozen=False,
+        device_rows=None,
+    )
     table: RemoteTable = client.table(
         carried_options(config.fused_params).row_name or config.name,
         (config.num_embeddings, config.embedding_dim),
@@ -686,7 +691,13 @@ class RecStorePooledKernel(RecStoreKernel):
         offsets = _padded_offsets(offsets, [sum(from_ranks) for from_ranks in bags])
         # The bags that are added are copied to the device only if the rows are there.
         to = None if self._group.device_rows is None else target
-        rows = self._group.forward(ids, offsets, weights, train=self.training, to=to)
+        rows = self._group.forward(
+            ids,
+            offsets,
+            weights,
+            train=self.training,
+            to=to,
+        )
         rows = _rank_major(rows, bags, self._config.embedding_dims())
         if target is not to:
             assert target is not None

@@ -285,7 +285,11 @@ def _same(old: ParameterSharding, new: ParameterSharding) -> bool:
     return old_values == new_values
 
 
-def _check_kernel(table: str, verb: str, sharding: ParameterSharding) -> None:
+def _check_kernel(
+    table: str,
+    verb: str,
+    sharding: ParameterSharding,
+) -> None:
     if sharding.compute_kernel != RECSTORE_KERNEL:
         raise ValueError(
             f"reshard: table {table!r} {verb} on TorchRec's kernel"

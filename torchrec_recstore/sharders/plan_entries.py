@@ -68,7 +68,8 @@ _SHOWN = ("table in RecStore", "sharding type", "ranks", "options")
 
 # Whether a sharded module of RecStore reads the entries of a plan, and not TorchRec's.
 _is_read_by_recstore: ContextVar[bool] = ContextVar(
-    "is_read_by_recstore", default=False
+    "is_read_by_recstore",
+    default=False,
 )
 
 # The tables that a warning was given about, because their sharding names no kernel,

@@ -96,7 +96,12 @@ class RowState:
         if not self.emits_rows:
             return {}
         self.copies.check_usable()
-        layout = ShardLayout(self.name, self.shards, self.env, with_state=True)
+        layout = ShardLayout(
+            self.name,
+            self.shards,
+            self.env,
+            with_state=True,
+        )
         starts = [columns.start for columns in layout.column_shards]
         of_table = {
             "columns": torch.tensor(starts),

@@ -189,7 +189,8 @@ class RecStoreShardedEmbeddingBagCollection(
     ) -> LazyAwaitable[KeyedTensor]:
         """Looks up the batch and distributes the results. See :meth:`output_dist`."""
         return self._by_inverse_indices(
-            ctx, super().compute_and_output_dist(ctx, input)
+            ctx,
+            super().compute_and_output_dist(ctx, input),
         )
 
     def _by_inverse_indices(
@@ -203,7 +204,11 @@ class RecStoreShardedEmbeddingBagCollection(
         if ctx.inverse_indices is not None and not ctx.variable_batch_per_feature:
             inverse = ctx.inverse_indices
             pooled.callbacks.append(
-                partial(_bags_of_examples, inverse=inverse, feature_of=self._feature_of)
+                partial(
+                    _bags_of_examples,
+                    inverse=inverse,
+                    feature_of=self._feature_of,
+                )
             )
         return pooled
 

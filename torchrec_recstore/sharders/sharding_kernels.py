@@ -194,7 +194,12 @@ class RecStorePooledShardingKernels(
             self._pools_as = ShardingType.ROW_WISE
         elif type_name in IN_NODE:
             self._pools_as = ShardingType.TABLE_ROW_WISE
-        super().__init__(sharding, type_name, device, sharding_type=self._pools_as)
+        super().__init__(
+            sharding,
+            type_name,
+            device,
+            sharding_type=self._pools_as,
+        )
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
         return RecStorePooledKernel(

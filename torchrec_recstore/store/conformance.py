@@ -131,7 +131,12 @@ def _overwrites(options: object) -> None:
         store.put(ids[20:60], rows[20:60])
         promise = "a second put replaces the rows of its ids and no others"
         _expect_rows(store, ids, rows, promise)
-        _expect_scan(store, ids, rows, "a scan returns the rows that were put last")
+        _expect_scan(
+            store,
+            ids,
+            rows,
+            "a scan returns the rows that were put last",
+        )
 
 
 def _reports_missing_ids(options: object) -> None:
@@ -191,7 +196,12 @@ def _deletes(options: object) -> None:
 
         new_rows = rows[is_deleted].flip(0)
         store.put(deleted_ids, new_rows)
-        _expect_rows(store, deleted_ids, new_rows, "a deleted id can be put again")
+        _expect_rows(
+            store,
+            deleted_ids,
+            new_rows,
+            "a deleted id can be put again",
+        )
 
 
 def _takes_empty_batches(options: object) -> None:
@@ -221,7 +231,12 @@ def _takes_big_batches(options: object) -> None:
         rows = _rows(20_000, 140)
         store.put(ids, rows)
         _expect_rows(store, ids, rows, "get returns a batch of 20,000 rows")
-        _expect_scan(store, ids, rows, "a scan returns every id once, with its row")
+        _expect_scan(
+            store,
+            ids,
+            rows,
+            "a scan returns every id once, with its row",
+        )
         store.delete(ids[1:])
         _expect_scan(
             store,
@@ -358,7 +373,12 @@ def _shares_rows_by_name(options: object) -> None:
         ids = torch.cat([_EXTREME_IDS, torch.arange(1000, 2000)])
         rows = _rows(1008)
         store.put(ids, rows)
-        _expect_rows(namesake, ids, rows, "stores of one name have the same rows")
+        _expect_rows(
+            namesake,
+            ids,
+            rows,
+            "stores of one name have the same rows",
+        )
         ascending = _ids(namesake).sort().values
         has_all_ids = torch.equal(ascending, ids.sort().values)
         _expect(has_all_ids, "ids returns every id once")

@@ -58,7 +58,8 @@ class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
     def _persistent_hash(self, cache_params_memo: object) -> int:
         # The key of a stored plan from torchrec 1.9 on; before, it was __hash__.
         stock_hash = ParameterConstraints._persistent_hash(
-            self._stock_part(), cache_params_memo
+            self._stock_part(),
+            cache_params_memo,
         )
         return int(hash_sha256_to_int([stock_hash, self.own_fields()]))
 

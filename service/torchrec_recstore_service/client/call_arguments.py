@@ -94,7 +94,11 @@ def check_makers(
         )
 
 
-def checked_offset(name: str, base_offset: object, row_count: int) -> range:
+def checked_offset(
+    name: str,
+    base_offset: object,
+    row_count: int,
+) -> range:
     """Checks the first id of a table and returns the range of its ids.
 
     Raises:

@@ -107,7 +107,8 @@ class Connection:
         """Returns the server's state and tables. Errors name ``table``."""
         request = pb.DescribeRequest()
         reply: pb.DescribeReply = self._call(
-            table, lambda left_s: self._unary("Describe", request, left_s)
+            table,
+            lambda left_s: self._unary("Describe", request, left_s),
         )
         return reply
 
@@ -180,7 +181,13 @@ class Connection:
 
         def attempt(run: str, left_s: float) -> tuple[Tensor, Tensor]:
             header = pb.PullHeader(table=table, epoch=run, want=want)
-            content, rows = self._carry(left_s, "existing_rows", header, ids, row_bytes)
+            content, rows = self._carry(
+                left_s,
+                "existing_rows",
+                header,
+                ids,
+                row_bytes,
+            )
             has_row = array_of(content, torch.bool)
             row_count = int(has_row.sum())
             if len(has_row) != len(ids) or len(rows) != row_count * row_bytes:
@@ -304,7 +311,8 @@ class Connection:
         A phase can be repeated.
         """
         reply: pb.ResumeReply = self._call(
-            "", lambda left_s: self._unary("Resume", request, left_s)
+            "",
+            lambda left_s: self._unary("Resume", request, left_s),
         )
         return reply
 
@@ -317,7 +325,8 @@ class Connection:
         """Reads a piece of a file of a save, or the names of its files."""
         request = pb.ReadFileRequest(save=save, file=file, offset=offset)
         reply: pb.ReadFileReply = self._call(
-            "", lambda left_s: self._unary("ReadFile", request, left_s)
+            "",
+            lambda left_s: self._unary("ReadFile", request, left_s),
         )
         return reply
 
@@ -343,10 +352,20 @@ class Connection:
         for side in self._sides:
             side.close()
 
-    def _unary(self, method: str, request: Any, left_s: float) -> Any:
+    def _unary(
+        self,
+        method: str,
+        request: Any,
+        left_s: float,
+    ) -> Any:
         return self._side.unary(method, request, left_s)
 
-    def _carry(self, left_s: float, method: str, *arguments: Any) -> Any:
+    def _carry(
+        self,
+        left_s: float,
+        method: str,
+        *arguments: Any,
+    ) -> Any:
         """Calls a method of a connection by shared memory if that is possible, else by
         TCP, else of :class:`Streams`.
 
@@ -576,7 +595,12 @@ class Side:
         by_tcp = RowConnections(attach, self._by_tcp, _MOST_BY_TCP)
         self.transports.append(by_tcp)
 
-    def unary(self, method: str, request: Any, left_s: float) -> Any:
+    def unary(
+        self,
+        method: str,
+        request: Any,
+        left_s: float,
+    ) -> Any:
         """Calls a method of gRPC, with the time left in seconds.
 
         Raises grpc.RpcError.

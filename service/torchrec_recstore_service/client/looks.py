@@ -15,7 +15,12 @@ from torchrec_recstore_service.wire.protocol import to_bytes
 _DTYPES = {"frequency": torch.int64, "last_step": torch.int64}
 
 
-def top_rows_of_servers(servers: ServerSet, table: str, by: By, count: int) -> TopRows:
+def top_rows_of_servers(
+    servers: ServerSet,
+    table: str,
+    by: By,
+    count: int,
+) -> TopRows:
     """Returns the rows of all servers with the largest values, without quantiles.
 
     See :func:`top_rows`.

@@ -680,7 +680,12 @@ class PlainClient:
             lambda: [_Prefetched(request, request.read()) for request in reads]
         )
 
-    def _with_initial_rows(self, name: str, ids: Tensor, result: ReadRows) -> Tensor:
+    def _with_initial_rows(
+        self,
+        name: str,
+        ids: Tensor,
+        result: ReadRows,
+    ) -> Tensor:
         """Returns (N, dim): the rows that were read, and initial rows for the ids
         without a row.
 

@@ -503,7 +503,12 @@ class RemoteGroup(TableGroup):
                 pass_.workspace.write(pass_.rows)
             gradients_of_weights = ops.group_weight_gradients(pass_.context, grad)
         pass_.overwritten = True
-        sums = pass_.workspace.sums(pass_.context, grad, counts, pass_.distinct)
+        sums = pass_.workspace.sums(
+            pass_.context,
+            grad,
+            counts,
+            pass_.distinct,
+        )
         if rate is None and self.learning_rate is not None:
             rate = self.learning_rate()
         self._updates.send(pass_.distinct, sums, self._prefetched, rate)
@@ -794,7 +799,8 @@ class RemoteSequenceGroup(RemoteGroup):
 
     def __init__(self, tables: Sequence[ClientTable]) -> None:
         super().__init__(
-            tables, lambda workspace_tables, _: SequenceGroup(workspace_tables)
+            tables,
+            lambda workspace_tables, _: SequenceGroup(workspace_tables),
         )
 
     def forward(

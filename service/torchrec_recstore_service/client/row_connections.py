@@ -72,7 +72,8 @@ def call_late() -> CallError:
 def call_gone(reason: object) -> CallError:
     """Returns the error of a call whose server has gone."""
     return CallError(
-        grpc.StatusCode.UNAVAILABLE, f"the connection for rows has ended: {reason}"
+        grpc.StatusCode.UNAVAILABLE,
+        f"the connection for rows has ended: {reason}",
     )
 
 

@@ -118,7 +118,12 @@ class RowPort:
         except (OSError, ValueError):
             return False
 
-    def _warn(self, offer: pb.AttachReply, reason: str, remedy: str) -> None:
+    def _warn(
+        self,
+        offer: pb.AttachReply,
+        reason: str,
+        remedy: str,
+    ) -> None:
         """Logs once that the port cannot be used, unless the server itself has gone."""
         if self._has_warned:
             return

@@ -209,7 +209,8 @@ class ServerColdStore:
             if self._options.shared is None and not has_row.all():
                 missing = int((~has_row).sum())
                 raise self._error(
-                    "has changed while it was scanned", f"{missing} rows are gone"
+                    "has changed while it was scanned",
+                    f"{missing} rows are gone",
                 )
             if len(rows):
                 yield part[has_row], rows

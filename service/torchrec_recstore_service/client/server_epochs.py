@@ -203,7 +203,8 @@ class ServerEpochs:
         last_write = self._epoch.done
         save = None if name is None else str(name)
         runs = self._begin(
-            "", lambda states: to_load(self.addresses, states, save, exact)
+            "",
+            lambda states: to_load(self.addresses, states, save, exact),
         )
         self._epoch.begin(runs, last_write)
 
@@ -229,7 +230,13 @@ class ServerEpochs:
         )
         for part, connection in enumerate(sources._connections):
             for file in connection.read_file(save).files:
-                self._copy(connection, save, file, begin.save.id, part)
+                self._copy(
+                    connection,
+                    save,
+                    file,
+                    begin.save.id,
+                    part,
+                )
         self._load(begin, parts=len(states_of_sources))
         self._set_owners(begin)
         self._epoch.begin(self._begun(begin), last_write)

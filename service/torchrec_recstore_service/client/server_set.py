@@ -139,29 +139,35 @@ class ServerSet(ServerEpochs):
         """See :meth:`HostedTables.pull_each`. One request is sent to each server."""
         if not reads:
             return []
-        specs = [
-            self._specs.get(read.table) or self._existing(read.table) for read in reads
-        ]
-        dtypes = [value_dtype(spec.dtype) for spec in specs]
+        specs = []
+        dtypes = []
+        row_bytes = []
+        for read in reads:
+            spec = self._specs.get(read.table) or self._existing(read.table)
+            dtype = value_dtype(spec.dtype)
+            specs.append(spec)
+            dtypes.append(dtype)
+            row_bytes.append(spec.dim * dtype.itemsize)
+
+        # the rows of all tables are in one piece of memory
         counts = [len(read.ids) for read in reads]
-        row_bytes = [
-            spec.dim * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)
-        ]
         begins, size = places_of_tables(row_bytes, counts)
         memory = row_ops.rows_empty(1, size)[0]
-        rows = [
-            memory[begin : begin + count * width].view(count, width)
-            for begin, count, width in zip(begins, counts, row_bytes, strict=True)
-        ]
+        rows = []
+        for begin, count, width in zip(begins, counts, row_bytes, strict=True):
+            end = begin + count * width
+            rows.append(memory[begin:end].view(count, width))
+
         zeros = [read.missing == "zeros" for read in reads]
         ids = ops.concatenated([read.ids for read in reads])
         tables = [read.table for read in reads]
         calls = self._parts(tables, ids, counts, rows, zeros=zeros)
         self._read(tables[0], lambda connection: connection.pull(calls[connection]))
-        return [
-            content.view(dtype).view(-1, spec.dim)
-            for content, spec, dtype in zip(rows, specs, dtypes, strict=True)
-        ]
+
+        numbers = []
+        for content, spec, dtype in zip(rows, specs, dtypes, strict=True):
+            numbers.append(content.view(dtype).view(-1, spec.dim))
+        return numbers
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
         """See :meth:`HostedTables.update_each`.
@@ -241,10 +247,10 @@ class ServerSet(ServerEpochs):
             return has_row, torch.empty(0, 1, dtype=torch.uint8)
         place_of_row = has_row.cumsum(0) - 1
         rows = row_ops.rows_empty(int(has_row.sum()), row_bytes)
-        for part, (part_has_row, part_rows) in zip(
-            parts.values(), answers, strict=True
-        ):
-            places = place_of_row[part.places[part_has_row]]
+        for part, answer in zip(parts.values(), answers, strict=True):
+            part_has_row, part_rows = answer
+            positions = part.places[part_has_row]
+            places = place_of_row[positions]
             row_ops.rows_put(
                 [rows],
                 places,
@@ -260,7 +266,12 @@ class ServerSet(ServerEpochs):
         parts_of_ids = _split_for_calls(ids, row_bytes)
         parts_of_rows = _split_for_calls(values, row_bytes)
         for part_ids, part_rows in zip(parts_of_ids, parts_of_rows, strict=True):
-            self._write(name, pb.WriteHeader.PUSH, part_ids, part_rows)
+            self._write(
+                name,
+                pb.WriteHeader.PUSH,
+                part_ids,
+                part_rows,
+            )
 
     def update(
         self,
@@ -320,7 +331,8 @@ class ServerSet(ServerEpochs):
         See ``LookRequest``.
         """
         return self._read(
-            table, lambda connection: connection.look(table, by, count, row, but)
+            table,
+            lambda connection: connection.look(table, by, count, row, but),
         )
 
     def _existing(self, name: str) -> TableSpec:
@@ -358,7 +370,12 @@ class ServerSet(ServerEpochs):
         if initial is not None:
             new_ids, new_rows = initial
             content = new_rows.detach().contiguous().view(torch.uint8)
-            initial_calls = self._parts([table], new_ids, [len(new_ids)], [content])
+            initial_calls = self._parts(
+                [table],
+                new_ids,
+                [len(new_ids)],
+                [content],
+            )
 
         def write(connection: Connection) -> int | None:
             try:

@@ -92,7 +92,12 @@ class SharedMemoryConnection:
         """Closes the connection. The server then forgets it."""
         self._socket.close()
 
-    def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
+    def pull(
+        self,
+        epoch: str,
+        call: TableRows,
+        left_s: float,
+    ) -> bool:
         """See :meth:`Streams.pull`.
 
         A call that does not fit into the segment is made in parts.

@@ -47,7 +47,12 @@ class Streams:
         self._write_unary = channel.unary_unary(write, _registered_method=True)
         self._write = channel.stream_unary(write, _registered_method=True)
 
-    def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
+    def pull(
+        self,
+        epoch: str,
+        call: TableRows,
+        left_s: float,
+    ) -> bool:
         """Reads rows into the memory of ``call``.
 
         Args:
@@ -60,7 +65,12 @@ class Streams:
         """
         parts: Iterable[Sequence[Piece] | None] = [None]  # all rows
         if not call.is_plain:
-            parts = pieces(call.row_bytes, call.counts, _CALL_BYTES, most_ids=_CALL_IDS)
+            parts = pieces(
+                call.row_bytes,
+                call.counts,
+                _CALL_BYTES,
+                most_ids=_CALL_IDS,
+            )
         position = 0
         for part in parts:
             ids, begin, size = call.part(part)
@@ -198,10 +208,13 @@ def _write_message(
         contents.append((arrays.rows, ids, begin))
         field_sizes.append((arrays.ids_field, 8 * len(ids)))
         field_sizes.append((arrays.rows_field, size))
+
     message, memory = new_message(field_sizes, header)
+    memory_of_ids = memory[::2]
+    memory_of_rows = memory[1::2]
     for number, (rows, ids, begin) in enumerate(contents):
-        memory[2 * number].numpy()[:] = ids.numpy().view(np.uint8)
-        rows.take(memory[2 * number + 1], begin)
+        memory_of_ids[number].numpy()[:] = ids.numpy().view(np.uint8)
+        rows.take(memory_of_rows[number], begin)
     return message
 
 

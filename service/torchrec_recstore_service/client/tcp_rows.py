@@ -125,7 +125,12 @@ class TcpConnection:
         """Closes the connection. The server then forgets it."""
         self._socket.close()
 
-    def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
+    def pull(
+        self,
+        epoch: str,
+        call: TableRows,
+        left_s: float,
+    ) -> bool:
         """See :meth:`Streams.pull`."""
         self._deadline = time.monotonic() + left_s
         longest_name = max(len(name) for name in call.tables)
@@ -218,12 +223,14 @@ class TcpConnection:
         for array in arrays:
             if array.nbytes:
                 contents.append(memoryview(array).cast("B"))
-        self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
+        left_s = self._deadline - time.monotonic()
+        self._socket.settimeout(max(0.001, left_s))
         try:
             sent = 0 if self._encrypted else self._socket.sendmsg(contents)
             for content in contents:
                 for begin in range(sent, len(content), _PIECE_BYTES):
-                    self._socket.sendall(content[begin : begin + _PIECE_BYTES])
+                    end = begin + _PIECE_BYTES
+                    self._socket.sendall(content[begin:end])
                 sent = max(0, sent - len(content))
         except TimeoutError:
             raise call_late() from None

@@ -30,11 +30,21 @@ def _read(client: int, name: str, ids: Tensor) -> Tensor:
     return client_of(client).pull(name, ids)
 
 
-def _update(client: int, name: str, ids: Tensor, grads: Tensor) -> None:
+def _update(
+    client: int,
+    name: str,
+    ids: Tensor,
+    grads: Tensor,
+) -> None:
     client_of(client).update(name, ids, grads)
 
 
-def _write(client: int, name: str, ids: Tensor, values: Tensor) -> None:
+def _write(
+    client: int,
+    name: str,
+    ids: Tensor,
+    values: Tensor,
+) -> None:
     client_of(client).push(name, ids, values)
 
 
@@ -54,7 +64,12 @@ def _fake_read(client: int, name: str, ids: Tensor) -> Tensor:
     return ids.new_empty((ids.shape[0], spec.dim), dtype=value_dtype(spec.dtype))
 
 
-def _fake_write(client: int, name: str, ids: Tensor, rows: Tensor) -> None:
+def _fake_write(
+    client: int,
+    name: str,
+    ids: Tensor,
+    rows: Tensor,
+) -> None:
     return None
 
 

@@ -117,7 +117,11 @@ def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
         directory.close()
 
 
-def _unsaved(error: Exception, tables: HostedTables, data: Path) -> str:
+def _unsaved(
+    error: Exception,
+    tables: HostedTables,
+    data: Path,
+) -> str:
     """Returns the message for a server that was to stop, and could not save its tables."""
     mib = tables.used_bytes() / 2**20
     free = shutil.disk_usage(data).free / 2**20

@@ -205,5 +205,6 @@ class _Requests:
             return next(self)
         except StopIteration:
             raise CallRefusedError(
-                grpc.StatusCode.INVALID_ARGUMENT, "the call has no request"
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the call has no request",
             ) from None

@@ -47,7 +47,8 @@ class Record:
     def text(self) -> str:
         """Returns the record as it is stored."""
         return json.dumps(
-            {"address": self.address, "in_sync": self.in_sync}, sort_keys=True
+            {"address": self.address, "in_sync": self.in_sync},
+            sort_keys=True,
         )
 
 
@@ -139,7 +140,12 @@ class Lease:
 
     def release(self) -> None:
         """Ends the lease of this server, if it has it."""
-        self._client.eval(_RELEASE, 1, self._keys[0], self._server)
+        self._client.eval(
+            _RELEASE,
+            1,
+            self._keys[0],
+            self._server,
+        )
 
     def close(self) -> None:
         """Closes the connection."""

@@ -200,7 +200,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         needs_token = not details.method.startswith(_HEALTH)
         if needs_token and not allowed(metadata.get(TOKEN_KEY, ""), self._token):
             return self._refusal(
-                grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong"
+                grpc.StatusCode.UNAUTHENTICATED,
+                "the token is missing or wrong",
             )
         version = metadata.get(VERSION_KEY)
         if details.method.startswith(_OWN) and version != VERSION:
@@ -584,7 +585,8 @@ def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration(
-            [(current.key, current.cert)], current.client_ca
+            [(current.key, current.cert)],
+            current.client_ca,
         )
 
     def new_configuration() -> grpc.ServerCertificateConfiguration | None:

@@ -343,7 +343,12 @@ class CallCounts(Native):
         self._call = native["counts_call"]
         self._ids = native["counts_ids"]
 
-    def call(self, method: str, outcome: str, seconds: float) -> None:
+    def call(
+        self,
+        method: str,
+        outcome: str,
+        seconds: float,
+    ) -> None:
         """Records the end of a call.
 
         ``outcome`` is ``ok``, ``cancelled`` or the name of an error class.

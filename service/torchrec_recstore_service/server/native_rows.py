@@ -344,7 +344,12 @@ class NativeRows:
         if request.HasField("write"):
             header = request.write
             specs = self._python.writable(header)
-            deleted = self._python.apply(header, specs, arrays, bool(call.from_primary))
+            deleted = self._python.apply(
+                header,
+                specs,
+                arrays,
+                bool(call.from_primary),
+            )
             self._reply(call, pb.SegmentReply(last=True, deleted=deleted))
             return
         self._answer_pull(call, request.pull, arrays[0])

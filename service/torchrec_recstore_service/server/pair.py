@@ -270,7 +270,8 @@ class Pair(Native):
                 return False
             if role is Role.SYNCED and self._peer is not None:
                 request = pb.ReplicateRequest(
-                    phase=pb.ReplicateRequest.TAKE_OVER, server=self._id
+                    phase=pb.ReplicateRequest.TAKE_OVER,
+                    server=self._id,
                 )
                 with suppress(grpc.RpcError):
                     self._peer.call("Replicate", request)
@@ -412,7 +413,8 @@ class Pair(Native):
         self._end_joining()
         if self._on:
             request = pb.ReplicateRequest(
-                phase=pb.ReplicateRequest.MEMBER, state=json.dumps(self._state.place())
+                phase=pb.ReplicateRequest.MEMBER,
+                state=json.dumps(self._state.place()),
             )
             self.repeat("Replicate", request)
 
@@ -623,13 +625,15 @@ class Pair(Native):
         with self._lock:
             if self._stopping.is_set() or self.role is not Role.FOLLOWING:
                 raise CallRefusedError(
-                    grpc.StatusCode.ABORTED, "the server stops, or is not the backup"
+                    grpc.StatusCode.ABORTED,
+                    "the server stops, or is not the backup",
                 )
             _, record = self._lease.read()
             is_in_sync = record is not None and self._id in record.in_sync
             if not is_in_sync or not self._become_primary(record, primary):
                 raise CallRefusedError(
-                    grpc.StatusCode.ABORTED, "the server is not the backup any more"
+                    grpc.StatusCode.ABORTED,
+                    "the server is not the backup any more",
                 )
 
     def _join(self, record: Record) -> None:

@@ -33,7 +33,12 @@ class Peer:
             calls of a server that joins.
     """
 
-    def __init__(self, address: str, access: Access, secret: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        access: Access,
+        secret: str = "",
+    ) -> None:
         self.address = address
         self.server = ""
         """The id of this start of the server."""

@@ -116,12 +116,12 @@ class RowCalls:
                     raise ValueError("a read of several tables has one request")
                 yield from map(_filled, self.parts(header, specs, ids, PART_BYTES))
             else:
-                part_ids = PART_IDS
+                part_size = PART_IDS
                 if header.want == pb.PullHeader.FOUND_ROWS:
-                    row_bytes = specs[0].dim * value_dtype(specs[0].dtype).itemsize
-                    part_ids = rows_a_part(row_bytes)
-                for begin in range(0, max(1, len(ids)), part_ids):
-                    reply = self.existing_rows(header, ids[begin : begin + part_ids])
+                    part_size = rows_a_part(_row_bytes(specs[0]))
+                for begin in range(0, max(1, len(ids)), part_size):
+                    end = begin + part_size
+                    reply = self.existing_rows(header, ids[begin:end])
                     yield reply.SerializeToString()
 
     def parts(
@@ -157,22 +157,26 @@ class RowCalls:
                     [0],
                 )
                 return [PartRead(size, read)]
+
         tables = header.tables or [pb.TableIds(table=header.table, ids=len(ids))]
         counts = _checked_counts(tables, ids)
         table_ids = torch.split(ids, counts)
-        row_bytes = [spec.dim * value_dtype(spec.dtype).itemsize for spec in specs]
+        row_bytes = [_row_bytes(spec) for spec in specs]
         parts = []
         for part in pieces(row_bytes, counts, most_bytes):
             reads = []
             shapes = []
             for number, begin, end in part:
                 table = tables[number]
+                spec = specs[number]
                 missing: Literal["init", "zeros"] = "zeros" if table.zeros else "init"
                 part_ids = table_ids[number][begin:end]
                 reads.append(RowRead(table.table, part_ids, missing))
-                shapes.append((specs[number].dim, value_dtype(specs[number].dtype)))
+                shapes.append((spec.dim, value_dtype(spec.dtype)))
+
             sizes = [row_bytes[piece.table] for piece in part]
-            begins, size = places_of_tables(sizes, [len(read.ids) for read in reads])
+            part_counts = [len(read.ids) for read in reads]
+            begins, size = places_of_tables(sizes, part_counts)
             read = partial(self._read, header.epoch, reads, shapes, begins)
             parts.append(PartRead(size, read))
         return parts
@@ -335,7 +339,13 @@ class RowCalls:
                 spec.dim,
             )
             initial = (initial_ids, initial_rows) if len(initial_ids) else None
-            update = partial(self._tables.update, name, ids, grads, initial)
+            update = partial(
+                self._tables.update,
+                name,
+                ids,
+                grads,
+                initial,
+            )
             return "update", _without_deletes(update)
         if header.kind == pb.WriteHeader.DELETE:
             return "delete", partial(self._tables.delete, name, ids)
@@ -370,6 +380,11 @@ class RowCalls:
                 raise self._tables.no_table(name)
             specs.append(spec)
         return specs
+
+
+def _row_bytes(spec: TableSpec) -> int:
+    """Returns the size in bytes of a row that a client reads."""
+    return spec.dim * value_dtype(spec.dtype).itemsize
 
 
 def _checked_counts(tables: Sequence[pb.TableIds], ids: Tensor) -> list[int]:
@@ -414,12 +429,13 @@ def _updates(
     if len(set(names)) < len(names):
         raise ValueError("an update of several tables must have each table once")
     counts = _checked_counts(header.tables, ids)
-    dtypes = [
-        torch.float32 if header.float32 else value_dtype(spec.dtype) for spec in specs
-    ]
-    row_bytes = [
-        spec.dim * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)
-    ]
+    dtypes = []
+    row_bytes = []
+    for spec in specs:
+        dtype = torch.float32 if header.float32 else value_dtype(spec.dtype)
+        dtypes.append(dtype)
+        row_bytes.append(spec.dim * dtype.itemsize)
+
     begins, size = places_of_tables(row_bytes, counts)
     if size != len(rows):
         raise ValueError(

@@ -259,7 +259,8 @@ class ParameterServer(ParameterServerServicer):
             # processor
             with self._looking:
                 return self._tables.call_without_lock(
-                    request.table, partial(look, request)
+                    request.table,
+                    partial(look, request),
                 )
 
     def Save(self, request: pb.SaveRequest, context: Any) -> pb.SaveReply:
@@ -349,11 +350,17 @@ def _status(method: str, error: Exception) -> Status:
         details = f"{method} failed: {type(error).__name__}: {error}"
         return _new_status(grpc.StatusCode.INTERNAL, details)
     code = next(code for base, code in _CODES.items() if issubclass(kind, base))
-    name = NO_INITIAL_ROW if isinstance(error, NoInitialRow) else kind.__name__
+    name = kind.__name__
+    if isinstance(error, NoInitialRow):
+        name = NO_INITIAL_ROW
     return _new_status(code, str(error), name)
 
 
-def _new_status(code: grpc.StatusCode, details: str, name: str = "") -> Status:
+def _new_status(
+    code: grpc.StatusCode,
+    details: str,
+    name: str = "",
+) -> Status:
     return Status(code.value[0], shortened(details), name)
 
 

@@ -856,12 +856,13 @@ class SetCalls:
         assert member is not None
         is_in_epoch = bool(self._run or self._waits)
         is_of_epoch = is_in_epoch and _epoch_of(request.epoch) == member.label
+
         decided = set(request.decided)
         if member.member == 0:
-            if not self._follows_now and (
-                request.epoch != self._run or not self._reservations.has_turn(save.id)
-            ):
-                self._refuse_superseded(request)
+            if not self._follows_now:
+                is_of_run = request.epoch == self._run
+                if not is_of_run or not self._reservations.has_turn(save.id):
+                    self._refuse_superseded(request)
             decided = {saved.id for saved in directory.saves}
         for prepared in directory.prepared:
             if prepared.id == save_id or prepared.number > save.number:
@@ -870,6 +871,7 @@ class SetCalls:
                 directory.publish(SaveId(prepared.id))
             else:
                 directory.discard(SaveId(prepared.id))
+
         with self._changing:
             starts_from_it = is_of_epoch and not self._waits
             name = directory.publish(save_id, start_from=starts_from_it)

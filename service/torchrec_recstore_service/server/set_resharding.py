@@ -56,26 +56,35 @@ def joined(root: Path, parts: int) -> tuple[CheckpointInfo, dict[str, TableSpec]
     """
     infos = [sent_info(root / str(part)) for part in range(parts)]
     part_specs = [saved_specs(info) for info in infos]
+    all_shards = [(part, parts) for part in range(parts)]
     for name in part_specs[0]:
         shards = sorted(specs[name].shard for specs in part_specs if name in specs)
-        if shards != [(part, parts) for part in range(parts)]:
+        if shards != all_shards:
             numbers = ", ".join(f"{part + 1} of {count}" for part, count in shards)
             raise CheckpointError(
                 f"table {name!r} needs all of its parts, each once, got {numbers}: name"
                 " all servers"
             )
+
     specs = _as_whole(part_specs[0])
     for specs_of_part in part_specs[1:]:
         if _as_whole(specs_of_part) != specs:
             raise CheckpointError(
                 f"{root}: the parts of the save do not have the same tables"
             )
+
     tables = {name: _as_one(name, infos) for name in specs}
     files = {}
     for part, info in enumerate(infos):
         for name, file in info.files.items():
             files[f"{part}/{name}"] = file
-    return replace(infos[0], path=root, tables=tables, files=files), specs
+    whole_info = replace(
+        infos[0],
+        path=root,
+        tables=tables,
+        files=files,
+    )
+    return whole_info, specs
 
 
 def _as_whole(specs: Mapping[str, TableSpec]) -> dict[str, TableSpec]:
@@ -96,17 +105,17 @@ def owned_by(member: int, slots: Sequence[int]) -> Owned:
 
 def _as_one(name: str, infos: Sequence[CheckpointInfo]) -> TableInfo:
     tables = [info.tables[name] for info in infos]
-    states = [
-        TableState(table.steps, table.optimizer_steps, table.times) for table in tables
-    ]
-    state = TableState.merged(states)
+    states = []
     parts = []
     sightings = []
     for number, table in enumerate(tables):
+        states.append(TableState(table.steps, table.optimizer_steps, table.times))
         for part in table.parts:
             parts.append(replace(part, file=f"{number}/{part.file}"))
         for file in table.sightings:
             sightings.append(f"{number}/{file}")
+
+    state = TableState.merged(states)
     return replace(
         tables[0],
         rows=sum(table.rows for table in tables),

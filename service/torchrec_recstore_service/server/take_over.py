@@ -38,7 +38,12 @@ class TakeOver:
             return False
         return self._last_look - self._free_since >= FREE_S
 
-    def look(self, holder: str, record: Record | None, time_s: float) -> None:
+    def look(
+        self,
+        holder: str,
+        record: Record | None,
+        time_s: float,
+    ) -> None:
         """Notes the state of the lease at a time.
 
         Args:

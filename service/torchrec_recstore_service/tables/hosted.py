@@ -407,7 +407,12 @@ class HostedTables:
                 with ExitStack() as snapshots:
                     shards = self._snapshots(saved, snapshots, begun)
                     specs = {name: hosted.spec for name, hosted in saved.items()}
-                    nonfinite = write_tables(shards, specs, destination, training_state)
+                    nonfinite = write_tables(
+                        shards,
+                        specs,
+                        destination,
+                        training_state,
+                    )
                 for name, count in nonfinite.items():
                     if not saved[name].nonfinite_named:
                         saved[name].nonfinite_named = True
@@ -451,7 +456,12 @@ class HostedTables:
         """
         with self._files, self._lock:
             if path is None:
-                return Loaded(specs={}, tables={}, exact=True, present={})
+                return Loaded(
+                    specs={},
+                    tables={},
+                    exact=True,
+                    present={},
+                )
             return self._read_checkpoint(path, exact)
 
     def replace(self, loaded: Loaded) -> None:

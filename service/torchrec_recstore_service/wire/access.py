@@ -60,7 +60,8 @@ class Access:
 
     def __post_init__(self) -> None:
         if not isinstance(
-            self.timeout_s, int | float
+            self.timeout_s,
+            int | float,
         ) or not 0 < self.timeout_s < float("inf"):
             raise ValueError(
                 "timeout_s must be a positive number of seconds, got"

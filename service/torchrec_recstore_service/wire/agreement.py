@@ -78,8 +78,10 @@ def same_runs(run: str, token: str, member: int) -> set[str]:
 
     Servers of earlier releases call the first run by the token.
     """
-    first = {token, first_run(token, member, members=2)}
-    return first if run in first else {run}
+    names_of_first = {token, first_run(token, member, members=2)}
+    if run in names_of_first:
+        return names_of_first
+    return {run}
 
 
 def run_label(label: str, run: str) -> str:
@@ -134,6 +136,7 @@ def to_resume(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> B
         fit = _can_begin_together(states, last_epoch, save)
     if not fit:
         raise _different(addresses, states)
+
     pending = []
     waiting = []
     for index, state in enumerate(states):
@@ -175,7 +178,8 @@ def _can_join(
             continue
         has_been_before = state.epoch < last_epoch and not _has_rows(state)
         is_known = state.set or last_epoch == 1
-        if not (has_been_before and is_known and _fits(state, save)):
+        can_follow = has_been_before and is_known and _fits(state, save)
+        if not can_follow:
             return False
     return True
 
@@ -215,9 +219,10 @@ def to_load(
     _check_one_set(addresses, states)
     save = pb.Saved() if name is None else _save_of(addresses, states, name)
     members = _members(addresses, states)
+    last_epoch = max(state.epoch for state in states)
     return Begin(
         set=_set_of(states) or _new_id(),
-        epoch=max(state.epoch for state in states) + 1,
+        epoch=last_epoch + 1,
         token=_new_id(),
         save=save,
         members=members,
@@ -257,25 +262,33 @@ def to_reshard(
     set_id = states_of_sources[0].set
     for address, state in zip(addresses, states, strict=True):
         if state.set not in ("", set_id):
+            listed = ", ".join(sources)
             raise ServerSetError(
-                f"the server {address} belongs to another set than"
-                f" {', '.join(sources)}: name servers that are empty, or of the"
-                " same set"
+                f"the server {address} belongs to another set than {listed}: name"
+                " servers that are empty, or of the same set"
             )
     if not any(state.set for state in states):
         set_id = _new_id()
+
     last_number = 0
     last_epoch = 0
     for state in [*states, *states_of_sources]:
         last_epoch = max(last_epoch, state.epoch)
         for saved in [*state.saves, *state.prepared]:
             last_number = max(last_number, saved.number)
+
     servers = tuple(range(len(states)))
+    token = _new_id()
+    new_save = pb.Saved(
+        name=name,
+        id=_new_id(),
+        number=last_number + 1,
+    )
     begin = Begin(
         set=set_id,
         epoch=last_epoch + 1,
-        token=_new_id(),
-        save=pb.Saved(name=name, id=_new_id(), number=last_number + 1),
+        token=token,
+        save=new_save,
         members=servers,
         slots=new_slots(len(states)),
         pending=servers,
@@ -300,10 +313,10 @@ def _ids_of_saves(state: pb.DescribeReply) -> set[str]:
 
 def summary(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> str:
     """Says for each server what its state is."""
-    return "; ".join(
-        f"{address} {state_of(state, states)}"
-        for address, state in zip(addresses, states, strict=True)
-    )
+    parts = []
+    for address, state in zip(addresses, states, strict=True):
+        parts.append(f"{address} {state_of(state, states)}")
+    return "; ".join(parts)
 
 
 def state_of(state: pb.DescribeReply, states: Sequence[pb.DescribeReply] = ()) -> str:

@@ -46,14 +46,17 @@ def new_message(
         prefixes.append((end, prefix))
         end += len(prefix) + size
         prefix = b""
+
     message: bytes = _new_bytes(None, end + len(prefix))
     address = _address(message)
     # of a message without arrays, which is its header
     ctypes.memmove(address + end, prefix, len(prefix))
     memory = []
     for (begin, array_prefix), (_, size) in zip(prefixes, arrays, strict=True):
-        ctypes.memmove(address + begin, array_prefix, len(array_prefix))
-        memory.append(_memory(address + begin + len(array_prefix), size))
+        target = address + begin
+        ctypes.memmove(target, array_prefix, len(array_prefix))
+        array = _memory(target + len(array_prefix), size)
+        memory.append(array)
     return message, memory
 
 
@@ -123,7 +126,9 @@ def content(field: Tensor | None) -> bytes:
 
     None stands for a field that the message does not have.
     """
-    return b"" if field is None else field.numpy().tobytes()
+    if field is None:
+        return b""
+    return field.numpy().tobytes()
 
 
 def _memory(address: int, size: int) -> Tensor:

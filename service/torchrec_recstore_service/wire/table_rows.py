@@ -300,4 +300,10 @@ class TableRows:
         (bytes,) uint8.
         """
         if len(window):
-            row_ops.rows_take(self.rows, self.places, self.counts, window, place)
+            row_ops.rows_take(
+                self.rows,
+                self.places,
+                self.counts,
+                window,
+                place,
+            )

@@ -262,7 +262,8 @@ class Conversion:
         if not remote_tables:
             return static
         assert isinstance(
-            static, StaticEmbeddingBagCollection | StaticEmbeddingCollection
+            static,
+            StaticEmbeddingBagCollection | StaticEmbeddingCollection,
         )
         served = served_collection(static)
         tables: nn.ModuleList = served.tables  # type: ignore[assignment]
@@ -329,7 +330,8 @@ class Conversion:
     def _stock_weights(self, module: nn.Module) -> Mapping[str, Tensor]:
         """Returns the weights of TorchRec's own tables of a collection by name."""
         if isinstance(
-            module, RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection
+            module,
+            RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection,
         ):
             return {}
         names = {config.name for config in configs_of(module)}

@@ -306,23 +306,22 @@ def _change(table: ServedTable, base: torch.jit.ScriptModule) -> _Change:
                 f"table {table.name!r} is one of TorchRec's own tables, and a different"
                 " table in base"
             )
-        changed = _differ(rows, old_rows).nonzero().squeeze(1)
-        return _Change(
-            changed,
-            rows[changed],
-            torch.empty(0, dtype=torch.int64),
-        )
+        differs = _differ(rows, old_rows)
+        changed = differs.nonzero().squeeze(1)
+        no_ids = torch.empty(0, dtype=torch.int64)
+        return _Change(changed, rows[changed], no_ids)
+
     _check_missing_row(table, old_rows[:1])
+    rows = rows[1:]
+    old_rows = old_rows[1:]
     ids = table.raw_ids()
     in_base = among(ids, old_ids)
     old_positions = torch.searchsorted(old_ids, ids[in_base])
-    rows = rows[1:]
-    old_rows = old_rows[1:]
     is_changed = torch.ones_like(in_base)
     is_changed[in_base] = _differ(rows[in_base], old_rows[old_positions])
     positions = is_changed.nonzero().squeeze(1)
-    removed = old_ids[~among(old_ids, ids)]
-    return _Change(ids[positions], rows[positions], removed)
+    stays = among(old_ids, ids)
+    return _Change(ids[positions], rows[positions], old_ids[~stays])
 
 
 def _known_change(

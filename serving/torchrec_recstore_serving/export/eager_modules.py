@@ -425,7 +425,8 @@ class PositionWeights(nn.Module):
             positions = features.weights().to(torch.int64)
         else:
             positions = torch.ops.fbgemm.offsets_range(
-                features.offsets().long(), features.values().numel()
+                features.offsets().long(),
+                features.values().numel(),
             )
         return JaggedTensor(
             values=features.values(),

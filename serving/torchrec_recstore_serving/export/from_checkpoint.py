@@ -248,19 +248,14 @@ def _served(
     chain = read_chain(checkpoint)
     infos = chain[-1].tables
     names = sorted(infos) if tables is None else list(tables)
-    unknown = [name for name in names if name not in infos]
-    if unknown or not names or len(set(names)) != len(names):
-        raise ValueError(
-            f"tables must be different tables of {chain[-1].path}, which has"
-            f" {', '.join(map(repr, sorted(infos))) or 'none'}, got"
-            f" {', '.join(map(repr, names)) or 'none'}"
-        )
+    _check_names(names, chain[-1])
     for name in names:
         info = infos[name]
         check_dim(name, info.dim, row_format)
         selection.check_counts(name, info.options)
         selection.check_counted(name, info.rows, info.steps)
     check_files(chain)
+
     served: list[ServedTable] = []
     left_out: dict[str, int] = {}
     with_initial_rows: list[str] = []
@@ -279,11 +274,26 @@ def _served(
         ids, rows = _rows(chain, name, missing, row_format, selection, advance)
         served.append(served_table(name, info.dim, row_format, ids, rows))
         left_out[name] = info.rows - len(ids)
+
     warn_of_initial_rows(with_initial_rows)
     warn_if_untrained(untrained)
     module = ServedTables(served)
     warn_unless_finite(module)
     return module, left_out
+
+
+def _check_names(names: Sequence[str], info: CheckpointInfo) -> None:
+    """Raises ValueError unless the names are those of different tables of a
+    checkpoint.
+    """
+    unknown = [name for name in names if name not in info.tables]
+    if unknown or not names or len(set(names)) != len(names):
+        known_tables = ", ".join(map(repr, sorted(info.tables)))
+        given_tables = ", ".join(map(repr, names))
+        raise ValueError(
+            f"tables must be different tables of {info.path}, which has"
+            f" {known_tables or 'none'}, got {given_tables or 'none'}"
+        )
 
 
 def _rows(
@@ -313,20 +323,24 @@ def _rows(
         is_selected = torch.zeros(len(frequency), dtype=torch.bool)
         is_selected[positions] = True
         count = len(positions)
+
     ids = torch.empty(count, dtype=torch.int64)
     first = packed(name, missing[None], row_format)
     rows = first.new_empty(count + 1, first.shape[1])
     rows[:1] = first
-    read_count = 0
+    rows_of_ids = rows[1:]
+
+    read_begin = 0
     begin = 0
     for part in _parts(chain, name, advance):
         if is_selected is not None:
-            selected_rows = is_selected[read_count : read_count + len(part)]
-            read_count += len(part)
-            part = part.take(selected_rows)
+            read_end = read_begin + len(part)
+            is_selected_in_part = is_selected[read_begin:read_end]
+            read_begin = read_end
+            part = part.take(is_selected_in_part)
         end = begin + len(part)
         ids[begin:end] = part.ids
-        rows[1:][begin:end] = packed(name, part.weights, row_format)
+        rows_of_ids[begin:end] = packed(name, part.weights, row_format)
         begin = end
     return ids, rows
 

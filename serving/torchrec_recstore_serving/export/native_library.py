@@ -42,7 +42,8 @@ def load_library() -> Path:
             " repository"
         )
     match = re.search(
-        rb"recstore serving library for torch (\d+\.\d+)", path.read_bytes()
+        rb"recstore serving library for torch (\d+\.\d+)",
+        path.read_bytes(),
     )
     built = match[1].decode() if match else "an unknown version"
     if built != ".".join(torch.__version__.split(".")[:2]):

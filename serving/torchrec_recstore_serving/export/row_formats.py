@@ -133,7 +133,8 @@ def packed(name: str, weight: Tensor, row_format: str) -> Tensor:
         rows[:, : data.shape[1]] = data
         return rows
     data = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(
-        weight, _BITS[row_format]
+        weight,
+        _BITS[row_format],
     )
     # FBGEMM's function writes the scale and the bias at the end of a row.
     numbers = data[:, :-_SCALE_AND_BIAS_BYTES]

@@ -199,7 +199,8 @@ def tables_on_servers(
     """
     sharded = [module for module in kinds if isinstance(module, RecStoreCollection)]
     names_of_ranks = all_gathered(
-        [_names_on_servers(module) for module in sharded], env
+        [_names_on_servers(module) for module in sharded],
+        env,
     )
     remote_tables: dict[tuple[nn.Module, str], TableOnServers] = {}
     addresses: dict[int, str] = {}
@@ -232,7 +233,8 @@ def _unsharded(kinds: list[nn.Module]) -> Iterator[tuple[nn.Module, RemoteTableM
     """
     for collection in kinds:
         if isinstance(
-            collection, RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection
+            collection,
+            RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection,
         ):
             for module in collection.modules():
                 if isinstance(module, RemoteTableModule):

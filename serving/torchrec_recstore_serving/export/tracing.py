@@ -133,7 +133,8 @@ class ServedTracer(torchrec.fx.Tracer):  # type: ignore[misc]
             for name, tensor in tensors_of(module):
                 full_name = f"{path}.{name}" if path else name
                 self._follow(
-                    tensor, self._names.get(id(tensor), frozenset()) | {full_name}
+                    tensor,
+                    self._names.get(id(tensor), frozenset()) | {full_name},
                 )
                 if not isinstance(tensor, nn.Parameter):
                     self._replaceable.add(full_name)

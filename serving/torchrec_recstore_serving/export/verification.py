@@ -67,7 +67,8 @@ _ZIP = re.compile(
 )
 _DELTA = re.compile(rb'"recstore (delta)":"(\d{4}) [0-9a-f]{16}"')
 _ZIP_SIGNATURE = re.compile(
-    _END + rb".{18}recstore signature ([0-9a-f]{64}) ", re.DOTALL
+    _END + rb".{18}recstore signature ([0-9a-f]{64}) ",
+    re.DOTALL,
 )
 _DELTA_SIGNATURE = re.compile(rb'"recstore signature":"([0-9a-f]{64})"')
 
@@ -284,7 +285,8 @@ def check_file(
             raise wrong_signature(name, key, signature.decode())
     if checksum != _digits(file, places.checksum, _DIGITS):
         raise damaged(
-            f"{name} is damaged: its checksum does not fit", checksum.decode()
+            f"{name} is damaged: its checksum does not fit",
+            checksum.decode(),
         )
 
 

@@ -208,12 +208,13 @@ class Batcher:
         start = time.perf_counter()
         answers = self._answers_to([queued.request for queued in batch])
         end = time.perf_counter()
+        call_s = end - start
         with self._change:
             self._busy -= 1
             if self._call_s == math.inf:
-                self._call_s = end - start
+                self._call_s = call_s
             else:
-                self._call_s = 0.9 * self._call_s + 0.1 * (end - start)
+                self._call_s = 0.9 * self._call_s + 0.1 * call_s
             self._batches += 1
             self._requests += len(batch)
             self._failed += sum(isinstance(answer, Exception) for answer in answers)

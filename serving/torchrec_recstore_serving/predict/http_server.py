@@ -282,7 +282,8 @@ class HttpServer:
             if not held.grow_to(needed):
                 return 503, _error(_NO_ROOM)
             document, arguments = await _converted(
-                size, lambda: _read(b"".join(body), predictor.jagged)
+                size,
+                lambda: _read(b"".join(body), predictor.jagged),
             )
             body.clear()
             caller_s = _SHORT_S if size <= _AT_ONCE else 0.0

@@ -210,15 +210,17 @@ def _bags_by_feature(value: dict[str, Any], name: str) -> JaggedArgument:
         for number, bag in enumerate(rows):
             if not isinstance(bag, list):
                 raise _refused(name, f"[{feature!r}][{number}]", bag, _NO_BAGS)
-    if len({len(rows) for rows in value.values()}) != 1:
+    row_counts = {len(rows) for rows in value.values()}
+    if len(row_counts) != 1:
         raise ValueError(
             f"the argument {name!r}: each feature must have one bag for each example"
         )
     all_bags = list(chain.from_iterable(value.values()))
     bag_lengths = [len(bag) for bag in all_bags]
     lengths = torch.tensor(bag_lengths, dtype=torch.int64)
+    all_ids = list(chain.from_iterable(all_bags))
     try:
-        ids = _vector(list(chain.from_iterable(all_bags)), name, "")
+        ids = _vector(all_ids, name, "")
     except ValueError:
         for feature, rows in value.items():
             for number, bag in enumerate(rows):

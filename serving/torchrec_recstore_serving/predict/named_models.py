@@ -12,7 +12,8 @@ from torchrec_recstore_serving.predict.batching import Answer
 from torchrec_recstore_serving.predict.requests import Value
 
 _SOURCE = re.compile(
-    r"(?:(?P<name>[\w.-]+)=)?(?P<place>.+?)(?:@(?P<number>\d+))?", re.ASCII
+    r"(?:(?P<name>[\w.-]+)=)?(?P<place>.+?)(?:@(?P<number>\d+))?",
+    re.ASCII,
 )
 
 

@@ -40,7 +40,8 @@ from torchrec_recstore_serving.predict.requests import JaggedArgument, Value, re
 from torchrec_recstore_serving.publish.follower import Follower
 
 _JAGGED = re.compile(
-    r"(?P<values>[^,]+),(?P<lengths>[^,]+),(?P<features>\d+)", re.DOTALL
+    r"(?P<values>[^,]+),(?P<lengths>[^,]+),(?P<features>\d+)",
+    re.DOTALL,
 )
 _LOOK_S = 0.05  # The time between two looks at whether the server is ready.
 

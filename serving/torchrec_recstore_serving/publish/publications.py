@@ -511,7 +511,8 @@ class DirectoryPublications:
         group = _group(status.st_gid)
         if status.st_mode & stat.S_IWGRP and group != owner:
             return Writers(
-                trusted, f"the group {group} may write {folder}: chmod g-w {folder}"
+                trusted,
+                f"the group {group} may write {folder}: chmod g-w {folder}",
             )
         return Writers(trusted)
 

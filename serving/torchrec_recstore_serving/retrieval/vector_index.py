@@ -197,13 +197,14 @@ class VectorIndex:
     def _add(self, ids: Tensor, vectors: Tensor) -> None:
         is_minus_one = ids == -1
         if bool(is_minus_one.any()):
-            self._minus_one = vectors[is_minus_one][0].clone()
+            matching_vectors = vectors[is_minus_one]
+            self._minus_one = matching_vectors[0].clone()
             ids = ids[~is_minus_one]
             vectors = vectors[~is_minus_one]
         if len(ids):
-            self.index.add_with_ids(
-                vectors.contiguous().numpy(), ids.contiguous().numpy()
-            )
+            vector_array = vectors.contiguous().numpy()
+            id_array = ids.contiguous().numpy()
+            self.index.add_with_ids(vector_array, id_array)
 
     def search(
         self,
@@ -225,15 +226,19 @@ class VectorIndex:
         score_array, id_array = self.index.search(queries.numpy(), k, params=parameters)
         scores = torch.from_numpy(score_array)
         ids = torch.from_numpy(id_array)
+
         by_product = self.index.metric_type == faiss().METRIC_INNER_PRODUCT
         worst = -torch.inf if by_product else torch.inf
-        scores = scores.masked_fill(ids == -1, worst)
+        is_missing = ids == -1
+        scores = scores.masked_fill(is_missing, worst)
         if self._minus_one is None:
             return scores, ids
+
         if by_product:
             scores_of_minus_one = queries @ self._minus_one
         else:
-            scores_of_minus_one = (queries - self._minus_one).square().sum(1)
+            differences = queries - self._minus_one
+            scores_of_minus_one = differences.square().sum(1)
         all_scores = torch.cat([scores, scores_of_minus_one.unsqueeze(1)], 1)
         minus_ones = torch.full((len(ids), 1), -1)
         all_ids = torch.cat([ids, minus_ones], 1)
