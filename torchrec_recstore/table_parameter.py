@@ -69,7 +69,12 @@ class GivenCopies:
         if self._refusal:
             raise RuntimeError(self._refusal)
 
-    def give(self, table: str, method: str, copy: Tensor) -> Tensor:
+    def give(
+        self,
+        table: str,
+        method: str,
+        copy: Tensor,
+    ) -> Tensor:
         """Returns a tensor with the memory of ``copy``, which nothing else uses.
         :meth:`check` detects writes to it.
 

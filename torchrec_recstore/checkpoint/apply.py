@@ -106,21 +106,22 @@ def apply_delta(
                 f"apply_delta: {info.path} is a whole checkpoint: load it with"
                 " load_checkpoint"
             )
+
         warm = WarmStart()
-        sources = find_sources(
-            recstore_tables(model),
-            warm,
-            info,
-            strict=strict,
-        )
+        tables = recstore_tables(model)
+        sources = find_sources(tables, warm, info, strict=strict)
         check_sources([info], sources, warm, hints=False)
         for source in sources:
             _check_table(source, info, strict=strict)
+
+        bases: Sequence[CheckpointInfo] = []
         removals = {info.tables[source.name].removal for source in sources}
-        bases = read_chain(path)[:-1] if "stay" in removals else []
+        if "stay" in removals:
+            bases = read_chain(path)[:-1]
         for source in sources:
             for shard in source.table.shards:
                 changes.append(_change(source, shard, info, bases))
+
     _check_rows(info, changes, env)
     with refused_together(env):
         for change in changes:
@@ -185,8 +186,11 @@ class _Change:
         if options.max_rows is None or makes_room:
             return
         ids = self.ids
-        n_removed = int(table.contains(self._leaving(ids)).sum())
-        n_added = int((~table.contains(ids)).sum())
+        leaving_ids = self._leaving(ids)
+        is_removed = table.contains(leaving_ids)
+        has_row = table.contains(ids)
+        n_removed = int(is_removed.sum())
+        n_added = int((~has_row).sum())
         rows = len(table) - n_removed + n_added
         if rows > options.max_rows:
             raise ValueError(
@@ -203,6 +207,7 @@ class _Change:
         has_row = table.contains(changed)
         self.replaced = table.part(changed[has_row])
         self.added = changed[~has_row]
+
         table.remove(self.removed)
         for part in self.parts:
             table.write(part)
@@ -212,7 +217,8 @@ class _Change:
 
         An id can have left and come back.
         """
-        return self.removed[~among(self.removed, written.sort().values)]
+        is_written = among(self.removed, written.sort().values)
+        return self.removed[~is_written]
 
     def undo(self, error: Exception) -> None:
         """Restores the rows after an error. Raises RuntimeError if that fails."""
@@ -282,10 +288,13 @@ def _change(
             part = without_state.part(part, table.columns)
         part = part.with_frequencies_of(saved_options, table.options)
         last_steps = moved_last_steps(part.rows["last_step"], saved, state)
-        parts.append(replace(part, rows={**part.rows, "last_step": last_steps}))
+        rows = {**part.rows, "last_step": last_steps}
+        parts.append(replace(part, rows=rows))
+
     removed = _removed_ids(source.name, shard, info, bases)
     change = _Change(source.name, shard, removed, parts)
-    if bool((change.ids.sort().values.diff() == 0).any()):
+    steps_between_ids = change.ids.sort().values.diff()
+    if bool((steps_between_ids == 0).any()):
         raise CheckpointError(
             f"{info.path}: table {source.name!r} has an id in several parts"
         )
@@ -305,7 +314,8 @@ def _parts(
         for block in of_rank:
             if owned is None or owned(block.ids(columns)).any():
                 block.open(columns, verify=True)
-                yield block.part(columns, states=states).owned(owned)
+                part = block.part(columns, states=states)
+                yield part.owned(owned)
 
 
 def _removed_ids(

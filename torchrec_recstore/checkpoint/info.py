@@ -394,7 +394,11 @@ def _table(name: str, entry: dict[str, Any]) -> TableInfo:
     return TableInfo(**{**entry, **values})
 
 
-def _of_type(kind: type[_Entry], label: str, encoded: Any) -> _Entry:
+def _of_type(
+    kind: type[_Entry],
+    label: str,
+    encoded: Any,
+) -> _Entry:
     """Returns a value that :func:`encode` has converted.
 
     Raises:

@@ -225,7 +225,11 @@ def _read_shard(
     )
 
 
-def _load_clocks(source: Source, info: CheckpointInfo, warm: WarmStart) -> None:
+def _load_clocks(
+    source: Source,
+    info: CheckpointInfo,
+    warm: WarmStart,
+) -> None:
     """Loads the state of a table whose rows, in a shared cold store, stay."""
     for shard in source.table.shards:
         state = saved_state(info, source.name).owned(shard.owned)

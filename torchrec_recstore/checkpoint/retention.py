@@ -57,8 +57,10 @@ def newest(folder: str | Path) -> CheckpointInfo | None:
         ValueError: ``folder`` is itself a checkpoint.
     """
     checkpoints = _checkpoints(Path(folder))
+    if not checkpoints:
+        return None
     _check_order(checkpoints, 1)
-    return checkpoints[-1].info if checkpoints else None
+    return checkpoints[-1].info
 
 
 def keep_newest(folder: str | Path, count: int) -> list[Path]:
@@ -106,6 +108,7 @@ def keep_newest(folder: str | Path, count: int) -> list[Path]:
     path = Path(folder)
     if not path.exists():
         raise FileNotFoundError(f"keep_newest: there is no folder {path}")
+
     checkpoints = _checkpoints(path)
     _check_order(checkpoints, count)
     needed = _with_bases(checkpoints[-count:], checkpoints)
@@ -142,10 +145,12 @@ def _checkpoints(folder: Path) -> list[_Checkpoint]:
     for entry in entries:
         if entry.name.startswith("."):
             continue  # it is being written or deleted
-        if not (entry / METADATA).is_file():
+        metadata = entry / METADATA
+        if not metadata.is_file():
             continue
-        saved_ns = when_saved_ns(entry / METADATA)
-        checkpoints.append(_Checkpoint(entry, read_info(entry), saved_ns))
+        saved_ns = when_saved_ns(metadata)
+        info = read_info(entry)
+        checkpoints.append(_Checkpoint(entry, info, saved_ns))
     checkpoints.sort(key=lambda checkpoint: (checkpoint.info.step, checkpoint.saved_ns))
     return checkpoints
 
@@ -154,10 +159,11 @@ def _check_order(checkpoints: Sequence[_Checkpoint], count: int) -> None:
     """Checks that none of the ``count`` newest checkpoints by their steps was saved
     before one of the others.
     """
+    newest_ones = checkpoints[-count:]
     others = checkpoints[:-count]
     if not others:
         return
-    oldest = min(checkpoints[-count:], key=lambda checkpoint: checkpoint.saved_ns)
+    oldest = min(newest_ones, key=lambda checkpoint: checkpoint.saved_ns)
     latest = max(others, key=lambda checkpoint: checkpoint.saved_ns)
     if latest.saved_ns > oldest.saved_ns:
         raise CheckpointError(
@@ -182,7 +188,8 @@ def _with_bases(
             if base is None:
                 break
             # A base outside of the folder is not deleted.
-            info = info_of.get(Path(os.path.realpath(base)))
+            base_path = Path(os.path.realpath(base))
+            info = info_of.get(base_path)
     return needed
 
 

@@ -98,7 +98,11 @@ def _check_dense(name: str, tensor: object, dim: int) -> None:
         )
 
 
-def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Tensor:
+def export_dense_weights(
+    model: nn.Module,
+    table_name: str,
+    num_rows: int,
+) -> Tensor:
     """Returns the rows of the ids below ``num_rows``, (num_rows, dim) float32.
 
     An id without a row has zeros.

@@ -137,11 +137,12 @@ def _print(result: TopRows) -> None:
     if result.added is not None:
         print_line(f"since       {result.added:,} added, {result.gone:,} gone")
     for name, quantiles in result.quantiles.items():
-        texts = [
-            f"{_name_of(quantile)} {_number(value)}"
-            for quantile, value in quantiles.items()
-        ]
-        print_line(f"{name:<11} {', '.join(texts)}")
+        texts = []
+        for quantile, value in quantiles.items():
+            texts.append(f"{_name_of(quantile)} {_number(value)}")
+        listed = ", ".join(texts)
+        print_line(f"{name:<11} {listed}")
+
     headings = ["id"]
     columns = [[str(id) for id in result.ids.tolist()]]
     for name, values in result.columns.items():

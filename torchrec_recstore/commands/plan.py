@@ -302,7 +302,11 @@ def _as_json(result: Forecast, sampled_names: set[str]) -> dict[str, Any]:
     }
 
 
-def _print(result: Forecast, days: float, sampled_names: set[str]) -> None:
+def _print(
+    result: Forecast,
+    days: float,
+    sampled_names: set[str],
+) -> None:
     _print_tables(result, days)
     _print_ranks(result, days)
     print_line(f"step   {result.step_ms:.3f} ms on the slowest rank")

@@ -192,7 +192,11 @@ def bench(
     raise typer.Exit(1 if failed else 0)
 
 
-def _print_failure(name: str, status: int, errors: IO[str]) -> None:
+def _print_failure(
+    name: str,
+    status: int,
+    errors: IO[str],
+) -> None:
     """Prints the last lines of a benchmark's stderr, and its exit status."""
     errors.seek(0)
     for line in errors.read().splitlines()[-20:]:

@@ -340,7 +340,11 @@ def torchrec(
     return Finding("torchrec", "ok", number)
 
 
-def dependency(name: str, dependent: str, versions: Versions) -> Finding:
+def dependency(
+    name: str,
+    dependent: str,
+    versions: Versions,
+) -> Finding:
     """A distribution is installed in the tested version.
 
     The distribution ``dependent`` requires it, or torchrec_recstore if that is empty.

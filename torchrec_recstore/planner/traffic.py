@@ -168,7 +168,11 @@ def milliseconds(
     return factor * max(sent_ms, received_ms)
 
 
-def _check_placed(table: PlacedTable, rank: int, ranks: int) -> None:
+def _check_placed(
+    table: PlacedTable,
+    rank: int,
+    ranks: int,
+) -> None:
     """Raises ValueError if a table, or ``rank``, is not on the first ``ranks`` ranks."""
     for number in (rank, *table.ranks):
         if not 0 <= number < ranks:

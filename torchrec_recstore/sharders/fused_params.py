@@ -280,7 +280,11 @@ def state_dtype(
     return dtype_by_state
 
 
-def _one_state_dtype(value: object, key: str, subject: str) -> torch.dtype | None:
+def _one_state_dtype(
+    value: object,
+    key: str,
+    subject: str,
+) -> torch.dtype | None:
     if value is None:
         return None
     try:

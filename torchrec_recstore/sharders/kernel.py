@@ -300,7 +300,12 @@ class _ShardedParameter(TableParameter):
     requires_grad = property(lambda self: not self.frozen, requires_grad_)  # type: ignore[arg-type]
 
 
-def placeholder_parameter(name: str, dim: int, *, frozen: bool = False) -> nn.Parameter:
+def placeholder_parameter(
+    name: str,
+    dim: int,
+    *,
+    frozen: bool = False,
+) -> nn.Parameter:
     """Returns the empty parameter, (0, dim), of a table for TorchRec."""
     parameter = _ShardedParameter(torch.empty(0, dim), table=name)
     parameter.frozen = frozen

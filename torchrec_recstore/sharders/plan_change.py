@@ -415,7 +415,11 @@ def _left_ids(old: RowState, new: RowState) -> LeftIds | None:
     return LeftIds.merged(all_gathered(record, old.env))
 
 
-def _stream(old: RowState, new: RowState, state: TableState) -> None:
+def _stream(
+    old: RowState,
+    new: RowState,
+    state: TableState,
+) -> None:
     """Moves the rows from shard to shard in rounds, each of them in messages."""
     env = old.env
     sources = _Place.of_all_ranks(old.shards, env)

@@ -56,7 +56,11 @@ def check_ids(ids: object, where: str = "") -> None:
     raise ValueError(f"{where}ids must be on the CPU, got {ids.device}")
 
 
-def check_scores(scores: object, ids: Tensor, where: str = "") -> None:
+def check_scores(
+    scores: object,
+    ids: Tensor,
+    where: str = "",
+) -> None:
     """Raises TypeError or ValueError, which begins with ``where``, if ``scores`` is not
     (N,) float32 and finite.
     """

@@ -16,7 +16,12 @@ from torchrec_recstore.store.ssd_store import SSDColdStore
 
 
 @singledispatch
-def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
+def open_cold_store(
+    options: object,
+    *,
+    name: str,
+    row_bytes: int,
+) -> ColdStore:
     """Opens a cold store. It is empty, unless it is a :class:`SharedColdStore`.
 
     To add a cold store, write a function that opens it and register the function for

@@ -329,7 +329,11 @@ def frequency_key(options: TableOptions) -> str:
     return SCORES_KEY if isinstance(options.eviction, Scored) else COUNTS_KEY
 
 
-def zero_states(optimizer: Optimizer, rows: int, columns: int) -> dict[str, Tensor]:
+def zero_states(
+    optimizer: Optimizer,
+    rows: int,
+    columns: int,
+) -> dict[str, Tensor]:
     """Returns the states and the stamps of rows that have never been updated or looked
     up.
     """

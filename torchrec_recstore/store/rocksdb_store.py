@@ -86,6 +86,7 @@ class RocksDBColdStore:
         self._write_options.no_slowdown = True
         self._db: rocksdict.Rdict | None = None
         leave_to_parent(self)
+
         try:
             self._directory: RunDirectory | None = RunDirectory(
                 options.path,
@@ -93,9 +94,8 @@ class RocksDBColdStore:
                 new_run(),
             )
         except OSError as error:
-            raise ColdStoreError(
-                f"cold store RocksDBStore({options.path!r}): {error}"
-            ) from error
+            store = f"cold store RocksDBStore({options.path!r})"
+            raise ColdStoreError(f"{store}: {error}") from error
         self._path = self._directory.path
         try:
             self._database()
@@ -137,14 +137,16 @@ class RocksDBColdStore:
         for part in in_parts(ids.argsort(), self._rows_a_write):
             # index_select copies whole rows, and an index in brackets single bytes.
             part_rows = rows.index_select(0, part)
-            self._write(split(id_bytes(ids[part])), split(part_rows))
+            keys = split(id_bytes(ids[part]))
+            self._write(keys, split(part_rows))
 
     def delete(self, ids: Tensor) -> None:
         """See :meth:`ColdStore.delete`."""
         check_ids(ids)
         self._prepare_write(len(ids) * ID_BYTES)
         for part in in_parts(ids, self._rows_a_write):
-            self._write(split(id_bytes(part)), None)
+            keys = split(id_bytes(part))
+            self._write(keys, None)
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
         """See :meth:`ColdStore.scan`.
@@ -349,7 +351,9 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
             self._exhausted = True
             raise StopIteration
         self._last = keys[-1]
-        return ids_of(join(keys, ID_BYTES)), join(values, self._row_bytes)
+        ids = ids_of(join(keys, ID_BYTES))
+        rows = join(values, self._row_bytes)
+        return ids, rows
 
     def end(self) -> None:
         """Releases the database, which cannot close before its iterators are freed."""

@@ -93,7 +93,11 @@ class ColdSnapshot:
         self.batches: Batches = rows.among(batches)
 
 
-def _moved_rows(tier: ColdTier, left_ids: Tensor, since: int) -> tuple[Tensor, Tensor]:
+def _moved_rows(
+    tier: ColdTier,
+    left_ids: Tensor,
+    since: int,
+) -> tuple[Tensor, Tensor]:
     """Returns which of the ids that have left memory are in the store, and which of
     these rows have changed since the mark.
     """
@@ -161,7 +165,11 @@ def _spooled(tier: ColdTier, batches: Batches) -> tuple[int, Batches]:
     return len(ids), _spooled_ascending(file, ids, tier.image_bytes)
 
 
-def _spooled_ascending(file: BinaryIO, ids: Tensor, image_bytes: int) -> Batches:
+def _spooled_ascending(
+    file: BinaryIO,
+    ids: Tensor,
+    image_bytes: int,
+) -> Batches:
     with file:
         if len(ids) == 0:
             return

@@ -242,7 +242,12 @@ class PlainClient:
         rows = checked_rows(name, "values", values, ids, spec)
         tables.push(name, ids, rows)
 
-    def update(self, name: str, ids: Tensor, grads: Tensor) -> None:
+    def update(
+        self,
+        name: str,
+        ids: Tensor,
+        grads: Tensor,
+    ) -> None:
         """Applies the optimizer once to the row of each distinct id, with the sum of
         the id's gradients.
 
@@ -270,7 +275,12 @@ class PlainClient:
         else:
             tables.update(name, ids, grads)
 
-    def update_async(self, name: str, ids: Tensor, grads: Tensor) -> int:
+    def update_async(
+        self,
+        name: str,
+        ids: Tensor,
+        grads: Tensor,
+    ) -> int:
         """Starts an :meth:`update` in another thread.
 
         Updates are carried out in the order in which they were started.

@@ -408,7 +408,12 @@ class _Updates:
             with self.lock:
                 self.included += 1
 
-    def later_ids(self, table: int, included: int, last: int) -> Tensor:
+    def later_ids(
+        self,
+        table: int,
+        included: int,
+        last: int,
+    ) -> Tensor:
         """Returns the ids of a table, ascending, in the updates with numbers above
         ``included`` and up to ``last``.
         """

@@ -342,7 +342,12 @@ class ServerEpochs:
             runs[address] = run_of(state) if is_in_epoch else begin.token
         return Runs(begin.label, runs)
 
-    def _resume(self, begin: Begin, index: int, before: str) -> str:
+    def _resume(
+        self,
+        begin: Begin,
+        index: int,
+        before: str,
+    ) -> str:
         """Lets a server that was stopped go on in its epoch, and returns its next run.
 
         Args:

@@ -298,7 +298,11 @@ def _print(
     stdout().print(table)
 
 
-def _print_begun(connected: ServerSet, name: str | None, as_json: bool) -> None:
+def _print_begun(
+    connected: ServerSet,
+    name: str | None,
+    as_json: bool,
+) -> None:
     from torchrec_recstore_service.wire.agreement import number_of
 
     epoch = number_of(connected.epoch())

@@ -167,7 +167,11 @@ def watched_context(
     return Watched(certificates.files, lambda: _context(cert, key, client_ca))
 
 
-def _context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
+def _context(
+    cert: Path,
+    key: Path,
+    client_ca: Path | None,
+) -> ssl.SSLContext:
     """Checks PEM files, because gRPC reports an invalid file as an address that cannot
     be listened on.
 

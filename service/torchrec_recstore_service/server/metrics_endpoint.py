@@ -43,7 +43,12 @@ class MetricsEndpoint:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, registry: Any, host: str, port: int) -> None:
+    def __init__(
+        self,
+        registry: Any,
+        host: str,
+        port: int,
+    ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._registry = registry
         self._listener = socket.create_server((host, port), family=family, backlog=128)

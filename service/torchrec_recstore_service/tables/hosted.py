@@ -671,7 +671,11 @@ class HostedTables:
             yield [tables[name] for name in names]
 
 
-def _new_table(name: str, spec: TableSpec, limits: Limits) -> Table:
+def _new_table(
+    name: str,
+    spec: TableSpec,
+    limits: Limits,
+) -> Table:
     return Table(
         spec.dim,
         dtype=spec.dtype,

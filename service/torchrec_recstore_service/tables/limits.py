@@ -79,7 +79,11 @@ def limits_of(options: TableOptions) -> Limits:
     )
 
 
-def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
+def held_options(
+    name: str,
+    spec: TableSpec,
+    limits: Limits,
+) -> TableOptions:
     """Returns the options of the shard of a table that this process holds.
 
     Args:

@@ -351,7 +351,11 @@ def state_of(state: pb.DescribeReply, states: Sequence[pb.DescribeReply] = ()) -
     return f"was killed in epoch {state.epoch} and started again {rows}"
 
 
-def has_lost(state: pb.DescribeReply, label: str, run: str) -> bool:
+def has_lost(
+    state: pb.DescribeReply,
+    label: str,
+    run: str,
+) -> bool:
     """Returns whether a server has lost a run that a client knows, because it began
     again from an older stop.
 
