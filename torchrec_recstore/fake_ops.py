@@ -51,7 +51,15 @@ def _exported(table: int, ids: Tensor) -> tuple[Tensor, ...]:
     weight = ids.new_empty((rows, columns), dtype=torch.float32)
     elements = ids.new_empty((_size(), rows, columns), dtype=torch.float32)
     row_wise_state = ids.new_empty(rows, dtype=torch.float32)
-    return weight, elements, row_wise_state, ids.new_empty(rows), ids.new_empty(rows)
+    last_steps = ids.new_empty(rows)
+    frequencies = ids.new_empty(rows)
+    return (
+        weight,
+        elements,
+        row_wise_state,
+        last_steps,
+        frequencies,
+    )
 
 
 def _images(table: int, ids: Tensor) -> Tensor:

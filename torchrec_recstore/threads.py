@@ -130,5 +130,9 @@ def _start_sleeping_team(gomp: ctypes.CDLL) -> None:
         started.set()
         threading.Event().wait()
 
-    threading.Thread(target=run_team, name="recstore-tune-threads", daemon=True).start()
+    threading.Thread(
+        target=run_team,
+        name="recstore-tune-threads",
+        daemon=True,
+    ).start()
     started.wait()

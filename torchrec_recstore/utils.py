@@ -20,7 +20,11 @@ from types import FrameType, MappingProxyType, ModuleType
 from torchrec_recstore.installing import install
 from torchrec_recstore.plugins import is_installed, plugin
 
-_OURS = ("torchrec_recstore", "torchrec_recstore_service", "torchrec_recstore_serving")
+_OURS = (
+    "torchrec_recstore",
+    "torchrec_recstore_service",
+    "torchrec_recstore_serving",
+)
 _NOT_THE_USERS = (
     *_OURS,
     "torchrec",

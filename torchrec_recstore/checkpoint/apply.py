@@ -425,7 +425,11 @@ def moved_last_steps(
     current_steps, current_times = _ticks(current.times)
     first_step = torch.zeros(1, dtype=torch.int64)
     starts = torch.cat([first_step, current_steps])
-    earlier_ticks = torch.searchsorted(current_times, made_before, right=True)
+    earlier_ticks = torch.searchsorted(
+        current_times,
+        made_before,
+        right=True,
+    )
     return moved.maximum(starts[earlier_ticks]).clamp(0, current.steps)
 
 

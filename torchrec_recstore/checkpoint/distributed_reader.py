@@ -337,7 +337,11 @@ class SavedTable:
                     " is of other ids than the weights"
                 )
             if not state_keys:  # one column shard, whose state starts at zero
-                states = zero_states(self._state.optimizer, len(ids), self._dim)
+                states = zero_states(
+                    self._state.optimizer,
+                    len(ids),
+                    self._dim,
+                )
 
             parts = []
             for number, columns in enumerate(shard_columns):

@@ -397,7 +397,13 @@ def compact_chain(
     nonfinite: Counter[str] = Counter()
     try:
         for name in newest.tables:
-            tables[name] = _compact_table(chain, name, writer, on_rows, nonfinite)
+            tables[name] = _compact_table(
+                chain,
+                name,
+                writer,
+                on_rows,
+                nonfinite,
+            )
     finally:
         files = writer.close()
 

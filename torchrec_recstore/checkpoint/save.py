@@ -207,9 +207,10 @@ class _Save:
                 bases = [] if delta_of is None else read_chain(delta_of)
                 marks = self._marks_since(bases)
                 if env.rank == 0:  # Rank 0 holds the lock of the path for all ranks.
-                    self._destination = undo.enter_context(
-                        Destination(self.path, overwrite=overwrite, bases=bases)
+                    destination = Destination(
+                        self.path, overwrite=overwrite, bases=bases
                     )
+                    self._destination = undo.enter_context(destination)
                 self._training_state = encode(training_state, self._tensors)
                 self._dense = dense_tensors(model, self._tables)
                 for table in self._tables:
@@ -355,7 +356,8 @@ class _Save:
         with refused_together(self.env):
             if self._destination is not None:
                 info = self._published(self._destination, gathered)
-        info = all_gathered(info, self.env)[0]
+        infos = all_gathered(info, self.env)
+        info = infos[0]
         assert info is not None
         self._warn_of_nonfinite(gathered)
         return info
@@ -373,7 +375,9 @@ class _Save:
         # All column shards of a table have the same ids: their counts are not added.
         rows_of_tables: dict[str, int] = {}
         for (name, _), count in counts.items():
-            rows_of_tables[name] = max(count, rows_of_tables.get(name, 0))
+            largest_count = rows_of_tables.get(name, 0)
+            rows_of_tables[name] = max(count, largest_count)
+
         for table in self._tables:
             warned_tables = table.module.recstore_state.nonfinite_tables
             count = rows_of_tables.get(table.name, 0)
@@ -387,12 +391,14 @@ class _Save:
         for shards in self._shards.values():
             total_rows += sum(len(shard.snapshot) for shard in shards)
         on_rows = reporting(self._progress, total_rows)
+
         shard_infos: dict[str, list[TableInfo]] = {}
         try:
             for name, shards in self._shards.items():
                 shard_infos[name] = []
                 for shard in shards:
-                    shard_infos[name].append(write_shard(writer, shard, on_rows))
+                    info = write_shard(writer, shard, on_rows)
+                    shard_infos[name].append(info)
             if self.env.rank == 0:
                 writer.tensors(DENSE, self._dense)
                 writer.tensors(TRAINING_STATE, self._tensors)

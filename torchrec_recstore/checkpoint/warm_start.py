@@ -166,7 +166,9 @@ class RowsWithoutState:
 
     def source_columns(self, columns: range) -> range:
         """Returns the saved columns that a shard with these columns is made of."""
-        return columns if self.function is None else range(self.saved_dim)
+        if self.function is None:
+            return columns
+        return range(self.saved_dim)
 
     def part(self, saved: Part, columns: range) -> Part:
         """Returns the rows of a shard, made of saved rows and their stamps.
@@ -176,7 +178,8 @@ class RowsWithoutState:
         weight = saved.rows["weight"]
         if self.function is not None:
             converted = self._converted(self.function, saved.weights)
-            weight = converted[:, columns.start : columns.stop]
+            cut = slice(columns.start, columns.stop)
+            weight = converted[:, cut]
         rows = zero_states(self.optimizer, len(saved), len(columns))
         rows["weight"] = weight
         for name in STAMPS:
@@ -190,7 +193,8 @@ class RowsWithoutState:
     def _converted(self, function: RowFunction, weights: Tensor) -> Tensor:
         """Calls the function in batches, and returns (N, dim) float32."""
         results = [torch.empty(0, self.dim)]
-        for batch in torch.split(weights, _BATCH_ROWS) if len(weights) else ():
+        batches = torch.split(weights, _BATCH_ROWS) if len(weights) else ()
+        for batch in batches:
             with torch.no_grad():
                 # A copy, because the weights can be a mapped file, and the function can
                 # write to its argument.

@@ -219,7 +219,14 @@ def _inspect_served_file(
     _print_served(contents, key)
 
 
-_PRINTED_APART = ("tables", "dense", "bytes", "verified", "publications", "time")
+_PRINTED_APART = (
+    "tables",
+    "dense",
+    "bytes",
+    "verified",
+    "publications",
+    "time",
+)
 
 
 def _print_served(contents: dict[str, Any], key: Path | None) -> None:
@@ -264,7 +271,15 @@ def _inspect_publications(
                 publication["version"],
             ]
         )
-    columns = ["number", "time (UTC)", "full", "changed", "removed", "bytes", "version"]
+    columns = [
+        "number",
+        "time (UTC)",
+        "full",
+        "changed",
+        "removed",
+        "bytes",
+        "version",
+    ]
     print_table(columns, rows)
     _print_served(contents, key)
 
@@ -275,7 +290,10 @@ def _print_served_tables(tables: dict[str, dict[str, int]]) -> None:
     for name, table in in_order(tables):
         row = [name]
         for key, number in table.items():
-            row.append(decimal(number) if key == "bytes" else f"{number:,}")
+            if key == "bytes":
+                row.append(decimal(number))
+            else:
+                row.append(f"{number:,}")
         rows.append(row)
     print_table(["table", *first_table], rows)
 
@@ -324,7 +342,15 @@ def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
         f"training state  {state if isinstance(state, str) else ', '.join(state)}"
     )
     print_line(f"size            {decimal(info.bytes)} in {len(info.files) + 1} files")
-    columns = ["table", "rows", "dim", "dtype", "optimizer", "bytes", "parts"]
+    columns = [
+        "table",
+        "rows",
+        "dim",
+        "dtype",
+        "optimizer",
+        "bytes",
+        "parts",
+    ]
     rows = []
     for name, table in in_order(info.tables):
         values = _table_as_json(info, table)
@@ -446,7 +472,15 @@ def _print_difference(difference: CheckpointDifference) -> None:
         for fact, (before, after) in table.facts.items():
             tables_of_facts[f"{fact} {before} -> {after}"].append(name)
     print_table(
-        ["", "in both", "added", "gone", "changed", "weights by", "state by"],
+        [
+            "",
+            "in both",
+            "added",
+            "gone",
+            "changed",
+            "weights by",
+            "state by",
+        ],
         rows,
     )
     for fact, names in tables_of_facts.items():

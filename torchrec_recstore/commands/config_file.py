@@ -21,7 +21,8 @@ def _read(context: typer.Context, path: Path | None) -> Path | None:
     options = _options(context)
     values: dict[str, Value] = {}
     for key, value in _content(path).items():
-        option = options.get(key.replace("_", "-"))
+        name = key.replace("_", "-")
+        option = options.get(name)
         if option is None:
             raise _refusal(f"{path}: {_unknown(key, options, context)}")
         if option.name in values:

@@ -33,7 +33,11 @@ else:  # typer reads the annotations, and the module above imports torch
 
 
 def _access_file(metavar: str, help: str) -> Any:
-    return typer.Option(metavar=metavar, help=help, rich_help_panel="Access")
+    return typer.Option(
+        metavar=metavar,
+        help=help,
+        rich_help_panel="Access",
+    )
 
 
 TokenFile = Annotated[

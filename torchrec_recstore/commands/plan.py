@@ -359,7 +359,12 @@ def _print_ranks(result: Forecast, days: float) -> None:
     columns.append("limit")
     rows = []
     for rank in result.ranks:
-        times = [rank.step_ms, rank.lookups_ms, rank.network_ms, rank.torchrec_ms]
+        times = [
+            rank.step_ms,
+            rank.lookups_ms,
+            rank.network_ms,
+            rank.torchrec_ms,
+        ]
         sizes = [rank.sent_bytes, rank.received_bytes, rank.memory_bytes]
         if has_gpus:
             times.insert(2, rank.bus_ms)

@@ -44,7 +44,8 @@ class TimeLeftColumn(bars.ProgressColumn):
             # the next one ends.
             total_s = task.fields["done_after"] / task.completed * task.total
             remaining_s = max(0.0, total_s - elapsed_s)
-            text += f", about {timedelta(seconds=int(remaining_s))} left"
+            remaining = timedelta(seconds=int(remaining_s))
+            text += f", about {remaining} left"
         return Text(text, style="progress.remaining")
 
 

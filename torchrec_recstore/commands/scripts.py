@@ -48,7 +48,13 @@ _EXTRAS = {
     "google": "service",
     "prometheus_client": "service",
 }
-_OF_TORCHREC = ("torchrec", "fbgemm_gpu", "tensordict", "iopath", "pyre_extensions")
+_OF_TORCHREC = (
+    "torchrec",
+    "fbgemm_gpu",
+    "tensordict",
+    "iopath",
+    "pyre_extensions",
+)
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 

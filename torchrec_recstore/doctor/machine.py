@@ -439,13 +439,15 @@ def usable_cores(machine: Machine) -> int:
     for folder in machine.groups("cpu"):
         quota = machine.number(f"{folder}/cpu.cfs_quota_us")
         period = machine.number(f"{folder}/cpu.cfs_period_us")
-        words = (machine.read(f"{folder}/cpu.max") or "").split()
+        limit = machine.read(f"{folder}/cpu.max") or ""
+        words = limit.split()
         if len(words) == 2 and words[0].isdigit():
             quota = int(words[0])
             period = int(words[1])
         if quota is not None and period is not None and quota > 0:
             shares.append(quota / period)
-    return max(1, int(min(shares)))
+    least_share = min(shares)
+    return max(1, int(least_share))
 
 
 def spinning(machine: Machine) -> Finding:

@@ -395,10 +395,13 @@ def _collect_bags(
         first_bag = number * bag_count
         end_bag = first_bag + bag_count
         bags = bag_of(offsets[first_bag : end_bag + 1])
-        grads_of_ids = grads_of_features[number][bags]
+        grads_of_bags = grads_of_features[number]
+        grads_of_ids = grads_of_bags[bags]
+
         factors = None if weights is None else weights[first:end]
         if scales is not None:
-            scales_of_ids = scales[first_bag:end_bag][bags]
+            scales_of_bags = scales[first_bag:end_bag]
+            scales_of_ids = scales_of_bags[bags]
             factors = scales_of_ids if factors is None else factors * scales_of_ids
         if factors is not None:
             grads_of_ids = grads_of_ids * factors[:, None]

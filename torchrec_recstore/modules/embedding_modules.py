@@ -402,7 +402,11 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             ValueError, MemoryError, ColdStoreError: See
                 :class:`torchrec_recstore.kernels.SequenceGroup`.
         """
-        batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
+        batch = Features(
+            maybe_td_to_kjt(features, None),
+            False,
+            self._configs,
+        )
         rows_of_tables: dict[int, Tensor] = {}
         for numbers, trains in self._groups([None] * len(self._configs)):
             tables, ids, counts = self._lookup_of(batch, numbers)
@@ -439,7 +443,11 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
 
         See :meth:`RecStoreEmbeddingBagCollection.prefetch`.
         """
-        batch = Features(maybe_td_to_kjt(features, None), False, self._configs)
+        batch = Features(
+            maybe_td_to_kjt(features, None),
+            False,
+            self._configs,
+        )
         for numbers, trains in self._groups([None] * len(self._configs)):
             if trains:
                 tables, ids, counts = self._lookup_of(batch, numbers)

@@ -164,7 +164,8 @@ def _checked(modules: Iterable[nn.Module]) -> list[nn.Module]:
     # A module such as nn.Sequential is iterable itself.
     is_list = isinstance(modules, Iterable) and not isinstance(modules, nn.Module)
     checked = list(modules) if is_list else []
-    if not is_list or not all(isinstance(module, nn.Module) for module in checked):
+    are_modules = all(isinstance(module, nn.Module) for module in checked)
+    if not is_list or not are_modules:
         raise TypeError(f"modules must be a list of torch modules, got {modules!r}")
     return checked
 

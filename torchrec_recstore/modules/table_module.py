@@ -244,7 +244,11 @@ class TableModule(RefusesQuantization, nn.Module):
             dtype=value_dtype(self._arguments["dtype"]),
             device=device,
         )
-        return TableParameter(no_rows, requires_grad, table=self._arguments["name"])
+        return TableParameter(
+            no_rows,
+            requires_grad,
+            table=self._arguments["name"],
+        )
 
     def _apply(
         self,

@@ -147,7 +147,11 @@ def _placed(candidate: _Candidate, free: dict[int, int]) -> bool:
     for shard in option.shards:
         shard_rows, shard_columns = shard.size
         rows = ceil_div(candidate.rows * shard_rows, table_rows)
-        row_bytes = device_row_bytes(option, shard_columns, candidate.optimizer)
+        row_bytes = device_row_bytes(
+            option,
+            shard_columns,
+            candidate.optimizer,
+        )
         hbm = rows * row_bytes
         ddr = device_slot_bytes(rows, rows * HOT_PART)
         needed_before = needed.get(shard.rank, 0)

@@ -606,7 +606,12 @@ class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
         lines = assumed(best_plan, constraints, statistics, device, chosen)
         has_bus = topology.compute_device != "cpu"
         if has_bus and isinstance(enumerator, EmbeddingEnumerator):
-            lines += _copied(best_plan, topology, constraints, enumerator.sharder_map)
+            lines += _copied(
+                best_plan,
+                topology,
+                constraints,
+                enumerator.sharder_map,
+            )
         for line in lines:
             logger.info(line)
 

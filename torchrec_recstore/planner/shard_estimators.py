@@ -142,10 +142,11 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
         sharder_data_map: SharderDataMap,
     ) -> None:
         """Sets the estimated storage of every shard of a RecStore table."""
-        fused_params = sharder_data_map[option.module_type_key].fused_params
-        params = with_marks(fused_params, option.tensor)
+        sharder_data = sharder_data_map[option.module_type_key]
+        params = with_marks(sharder_data.fused_params, option.tensor)
         optimizer = optimizer_from_fused_params(params, [option.name])
         itemsize = state_dtype(params, [option.name]).itemsize
+
         num_embeddings = option.tensor.shape[0]
         measured = self._statistics.get(option.name)
         options = planned_options(

@@ -65,7 +65,11 @@ def get_recstore_sharders(
         "optimizer": optimizer,
         "accumulation_steps": accumulation_steps,
     }
-    bags = RecStoreSharder(_copy(fused_params), qcomm_codecs_registry, **arguments)
+    bags = RecStoreSharder(
+        _copy(fused_params),
+        qcomm_codecs_registry,
+        **arguments,
+    )
     sequences = RecStoreEmbeddingCollectionSharder(
         _copy(fused_params),
         qcomm_codecs_registry,

@@ -509,7 +509,11 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
         for sharding_type, sharding in self.shardings_by_type():
             for table in _recstore_configs(sharding):
                 options = options_of_whole_table(table, table.fused_params)
-                shard_options(options, row_split(sharding, sharding_type), table.name)
+                shard_options(
+                    options,
+                    row_split(sharding, sharding_type),
+                    table.name,
+                )
                 if options.cold_store is not None or options.servers is not None:
                     opens_stores = True
         if not opens_stores:

@@ -247,9 +247,10 @@ def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
     # A bag after a feature's last one begins where that one ends, so that it is empty.
     numbers = torch.arange(max(bags))
     bags_in_feature = torch.minimum(numbers[None], counts[:, None])
-    positions = (first_bags[:, None] + bags_in_feature).view(-1)
+    positions = first_bags[:, None] + bags_in_feature
     end = counts.sum()[None]
-    return offsets[torch.cat([positions, end])]
+    all_positions = torch.cat([positions.view(-1), end])
+    return offsets[all_positions]
 
 
 def _rank_major(

@@ -414,8 +414,16 @@ class ShardLayout:
             torch.Size(size),
             TensorProperties(dtype=dtype),
         )
-        stock = sharded_tensor(local_shards, metadata, self._env.process_group)
-        return RowTensor.of(stock, f"RecStore table {self._name!r}", self._env)
+        stock = sharded_tensor(
+            local_shards,
+            metadata,
+            self._env.process_group,
+        )
+        return RowTensor.of(
+            stock,
+            f"RecStore table {self._name!r}",
+            self._env,
+        )
 
 
 def _pieces_with_rows(pieces: Sequence[_Piece]) -> list[_Piece]:

@@ -236,11 +236,14 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         measured = self._measured.get(context.table_name)
         if measured is None or context.compute_kernel != RECSTORE_KERNEL:
             return None
+
         split = _split(context)
         ids_of_all_ranks = float(context.batch_inputs * context.world_size)
         share_of_others = 1 - 1 / split
-        ids = ids_of_all_ranks * (1 / split + measured.hottest_share * share_of_others)
+        share_of_ids = 1 / split + measured.hottest_share * share_of_others
+        ids = ids_of_all_ranks * share_of_ids
         ids_ms = ids * measured.ns_per_id / 1e6
+
         # Ranks that split rows write a partial sum of each bag, and read its gradient.
         sums = 0
         if context.is_pooled:

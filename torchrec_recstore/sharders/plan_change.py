@@ -345,8 +345,10 @@ class _Place:
                     rows=len(table),
                 )
             )
-        places_of_ranks = all_gathered(local_places, env)
-        return [place for places in places_of_ranks for place in places]
+        places: list[_Place] = []
+        for places_of_rank in all_gathered(local_places, env):
+            places += places_of_rank
+        return places
 
 
 def move_rows(old: RowState, new: RowState) -> None:
@@ -374,6 +376,7 @@ def move_rows(old: RowState, new: RowState) -> None:
         states += states_of_rank
     state = TableState.merged(states)
     left_ids = _left_ids(old, new)
+
     if all(is_same for _, is_same in gathered):
         with refused_together(env):
             for source, target in zip(old.shards, new.shards, strict=True):
@@ -381,9 +384,11 @@ def move_rows(old: RowState, new: RowState) -> None:
                 target.table.set_state(state.owned(target.owned))
     else:
         _stream(old, new, state)
+
     if left_ids is not None:
         for shard in new.shards:
-            shard.table.add_left_ids(left_ids.owned(shard.owned))
+            ids_of_shard = left_ids.owned(shard.owned)
+            shard.table.add_left_ids(ids_of_shard)
 
 
 def _layout(

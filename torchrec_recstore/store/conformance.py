@@ -299,7 +299,13 @@ def _snapshots_ascend(options: object) -> None:
 
 def _keeps_stores_apart(options: object) -> None:
     odd = "a name: of {1} \N{SNOWMAN}[0]?/" + "x" * 300
-    names = ("conformance/0", "conformance/00", "conformance/0*", "..", odd)
+    names = (
+        "conformance/0",
+        "conformance/00",
+        "conformance/0*",
+        "..",
+        odd,
+    )
     ids = torch.arange(10)
     rows = _rows(10)
     other_rows = _rows(10, seed=1)

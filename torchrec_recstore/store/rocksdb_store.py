@@ -107,7 +107,8 @@ class RocksDBColdStore:
         """See :meth:`ColdStore.get`."""
         check_ids(ids)
         db = self._database()
-        parts = [self._get_part(db, part) for part in in_parts(ids, self._rows_a_read)]
+        parts_of_ids = in_parts(ids, self._rows_a_read)
+        parts = [self._get_part(db, part) for part in parts_of_ids]
         if len(parts) == 1:
             return parts[0]
         has_row = torch.cat([part_has_row for part_has_row, _ in parts])

@@ -47,7 +47,11 @@ def no_sightings() -> Sightings:
 
 _CLOCK = 1  # the place of the clock's time in ops.table_times
 _STEP_KEYS = ("steps", "optimizer_steps")
-_SIGHTING_KEYS = ("sighting_ids", "sighting_counts", "sighting_generations")
+_SIGHTING_KEYS = (
+    "sighting_ids",
+    "sighting_counts",
+    "sighting_generations",
+)
 """The keys of the fields of :class:`Sightings`, in their order."""
 
 STATE_KEYS = (*_STEP_KEYS, "times", *_SIGHTING_KEYS)
