@@ -113,14 +113,8 @@ def batches(shape: Shape) -> list[HostBatch]:
     for _ in range(shape.batches):
         dense = torch.rand(shape.batch_size, DENSE_FEATURES, generator=generator)
         if shape.has_zipf_ids:
-            ids = (
-                zipf(
-                    num_ids,
-                    generator,
-                    population=shape.rows,
-                )
-                - 1
-            )
+            ranks = zipf(num_ids, generator, population=shape.rows)
+            ids = ranks - 1
         else:
             ids = torch.randint(0, shape.rows, (num_ids,), generator=generator)
         clicks = torch.randint(0, 2, (shape.batch_size,), generator=generator)

@@ -824,7 +824,8 @@ def follow_stream(url: str, folder: Path, seconds: float) -> None:
             if served.recstore_version() != version:
                 version = served.recstore_version()
                 numbers = torch.arange(len(ages), len(written_ms))
-                _, has_row = served.recstore_rows_of("t0", numbers + FIRST_CLICK_ID)
+                rows_of_ids = served.recstore_rows_of("t0", numbers + FIRST_CLICK_ID)
+                has_row = rows_of_ids[1]
                 first = len(ages)
                 end = first + int(has_row.sum())
                 for click_ms in written_ms[first:end]:
