@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "base/mix.h"
+#include "base/prefetch.h"
 #include "row_loops/row_loops.h"
 
 namespace recstore {
@@ -20,9 +21,9 @@ namespace {
 constexpr int64_t kChunkBytes = 2048;
 constexpr int64_t kBlockChunks = 64;  // chunks that are allocated together, at least
 constexpr int64_t kFound = 1024;      // ids that are searched together
-constexpr int64_t kAhead = 48;        // rows that are requested ahead
+constexpr int64_t kAhead = 48;        // rows that are prefetched ahead
 constexpr int64_t kLine = 64;         // bytes of a cache line
-constexpr int64_t kMostLines = 8;     // cache lines of a row that are requested
+constexpr int64_t kMostLines = 8;     // cache lines of a row that are prefetched
 // The index has room for this part of the rows more; after a copy, because the table grows, for one of kRoomToGrow.
 // When it is full, or when one of kMostRemoved slots has a removed row, the rows are copied to a larger table.
 constexpr int64_t kRoom = 24;
@@ -387,9 +388,9 @@ void ServedRows::find_rows(const int64_t* ids, int64_t n, const char** rows) con
   }
 }
 
-void ServedRows::request(const char* row) const {
+RECSTORE_PREFETCHES inline void ServedRows::prefetch_row(const char* row) const {
   const char* const end = row + std::min(layout_.stride, kMostLines * kLine);
-  // A row begins anywhere in a line. To request a line twice would take longer than to find out whether it is another
+  // A row begins anywhere in a line. To prefetch a line twice would take longer than to find out whether it is another
   // one.
   for (const char* at = row - reinterpret_cast<uintptr_t>(row) % kLine; at < end; at += kLine) {
     __builtin_prefetch(at, 0, 3);
@@ -403,9 +404,9 @@ void ServedRows::for_each_row(const int64_t* ids, int64_t n, const Visit& visit)
     const int64_t count = std::min(kFound, n - first);
     const int64_t ahead = std::min(kAhead, count);
     locate(ids + first, count, rows);
-    for (int64_t i = 0; i < ahead; ++i) request(rows[i]);
+    for (int64_t i = 0; i < ahead; ++i) prefetch_row(rows[i]);
     for (int64_t i = 0; i < count; ++i) {
-      if (i + ahead < count) request(rows[i + ahead]);
+      if (i + ahead < count) prefetch_row(rows[i + ahead]);
       visit(first + i, rows[i]);
     }
   }
@@ -591,7 +592,7 @@ uint64_t ServedRows::checksum_with(const RowChanges& changes) const {
       const int64_t count = std::min(kFound, n - first);
       find_rows(ids + first, count, rows);
       for (int64_t i = 0; i < count; ++i) {
-        if (i + kAhead < count && rows[i + kAhead] != nullptr) request(rows[i + kAhead]);
+        if (i + kAhead < count && rows[i + kAhead] != nullptr) prefetch_row(rows[i + kAhead]);
         if (rows[i] != nullptr) sum -= hash_of(ids[first + i], rows[i], layout_);
       }
     }

@@ -141,7 +141,7 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
     return removed_count_ > 0 && slot / 64 < static_cast<int64_t>(removed_.size()) &&
            (removed_[slot / 64] >> (slot % 64) & 1) != 0;
   }
-  void request(const char* row) const;
+  void prefetch_row(const char* row) const;
   void find_slots(const int64_t* ids, int64_t n, Slot* slots) const;
   void locate(const int64_t* ids, int64_t n, const char** rows) const;
   void find_rows(const int64_t* ids, int64_t n, const char** rows) const;

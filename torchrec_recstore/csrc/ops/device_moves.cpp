@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -30,28 +32,40 @@ void check_flat_rows(const Tensor& rows, const char* name, int64_t floats) {
   }
 }
 
+// Writes the device slots of a table's plan to out, as numbers of its arena, and returns the place after them.
+// Throws InvalidArgument if there are not `n`.
+int32_t* write_slots(const std::vector<DeviceSlots::DeviceSlot>& slots, int64_t n, int64_t first, int32_t* out) {
+  if (static_cast<int64_t>(slots.size()) != n) throw InvalidArgument("a plan has ended while its rows are moved");
+  return std::transform(slots.begin(), slots.end(), out,
+                        [first](DeviceSlots::DeviceSlot slot) { return static_cast<int32_t>(first + slot); });
+}
+
 // What the plans of tables copy: the device slots that rows of the host are copied to, and those whose rows are copied
 // to the host before, int32, table by table; and the numbers of both for each table, (2, tables).
 std::tuple<Tensor, Tensor, Tensor> device_moves(std::vector<int64_t> handles, std::vector<int64_t> firsts) {
   if (firsts.size() != handles.size()) throw InvalidArgument("firsts must have one entry for each table");
-  const auto n = static_cast<int64_t>(handles.size());
-  std::vector<int32_t> targets, leaving;
-  Tensor counts = empty({2, n}, ScalarType::Long);
-  auto* counts_data = mutable_data<int64_t>(counts);
-  for (int64_t t = 0; t < n; ++t) {
-    const SharedTable table(tables().get(handles[t]));
+  const Tables all = tables_of(handles);
+  const size_t n = all.size();
+  Tensor counts = empty({2, static_cast<int64_t>(n)}, ScalarType::Long);
+  auto* target_counts = mutable_data<int64_t>(counts);
+  int64_t* leaving_counts = target_counts + n;
+  for (size_t t = 0; t < n; ++t) {
+    const SharedTable table(all[t]);
     const DeviceSlots::Plan& plan = device_slots(*table).planned();
-    for (const auto slot : plan.targets) targets.push_back(static_cast<int32_t>(firsts[t] + slot));
-    for (const auto slot : plan.leaving) leaving.push_back(static_cast<int32_t>(firsts[t] + slot));
-    counts_data[t] = static_cast<int64_t>(plan.targets.size());
-    counts_data[n + t] = static_cast<int64_t>(plan.leaving.size());
+    target_counts[t] = static_cast<int64_t>(plan.targets.size());
+    leaving_counts[t] = static_cast<int64_t>(plan.leaving.size());
   }
-  const auto tensor_of = [](const std::vector<int32_t>& numbers) {
-    Tensor out = empty({static_cast<int64_t>(numbers.size())}, ScalarType::Int);
-    std::copy(numbers.begin(), numbers.end(), mutable_data<int32_t>(out));
-    return out;
-  };
-  return {tensor_of(targets), tensor_of(leaving), counts};
+  Tensor targets = empty({std::accumulate(target_counts, leaving_counts, int64_t{0})}, ScalarType::Int);
+  Tensor leaving = empty({std::accumulate(leaving_counts, leaving_counts + n, int64_t{0})}, ScalarType::Int);
+  auto* next_target = mutable_data<int32_t>(targets);
+  auto* next_leaving = mutable_data<int32_t>(leaving);
+  for (size_t t = 0; t < n; ++t) {
+    const SharedTable table(all[t]);
+    const DeviceSlots::Plan& plan = device_slots(*table).planned();
+    next_target = write_slots(plan.targets, target_counts[t], firsts[t], next_target);
+    next_leaving = write_slots(plan.leaving, leaving_counts[t], firsts[t], next_leaving);
+  }
+  return {std::move(targets), std::move(leaving), std::move(counts)};
 }
 
 void device_stage_moves(std::vector<int64_t> handles, Tensor out) {
