@@ -43,6 +43,7 @@ compiler a seventh longer than -O2, and pays for these files alone.
 OPS_FILE = "ops.cpp"
 """The end of the name of the file that includes all files of the folder `ops`."""
 
+
 def torch_folder() -> "str | None":
     """Returns the folder of torch in this environment, or else in that of the `build`
     or `pip` that runs the build.
@@ -100,7 +101,7 @@ class BuildOnTorch(build_ext):
     the sdist need no torch.
     """
 
-    ops_flags = ["-O1"]
+    ops_flags: "tuple[str, ...]" = ("-O1",)
     """The ops check arguments and call the core, and the compiler writes a long function
     for each from torch's templates: optimizing them further takes a third of the time
     of the file, and gains nothing that can be measured.
@@ -148,13 +149,13 @@ class BuildOnTorch(build_ext):
         self.compiler.compile = compile_in_parallel
         super().build_extensions()
 
-    def _more_flags(self, file: str) -> "list[str]":
+    def _more_flags(self, file: str) -> "tuple[str, ...]":
         """Returns the flags of a file beside those of the extension."""
         if file.endswith(OPS_FILE):
             return self.ops_flags
         if any(part in file for part in HOT_FILES):
-            return ["-O3"]
-        return []
+            return ("-O3",)
+        return ()
 
     def _join_ops(self, extension: Extension) -> None:
         """Compiles the files of the folder `ops` as one file that includes them.

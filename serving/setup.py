@@ -42,7 +42,7 @@ class Sdist(WithCore):
 
 class BuildServing(BuildOnTorch):
     # torch's headers need C++20 from 2.14 on, and GCC 12 warns about them.
-    ops_flags = [*BuildOnTorch.ops_flags, "-std=c++20", "-Wno-stringop-overflow"]
+    ops_flags = (*BuildOnTorch.ops_flags, "-std=c++20", "-Wno-stringop-overflow")
 
 
 setup(
