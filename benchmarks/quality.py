@@ -127,10 +127,12 @@ def _vocabulary_bytes(training: Training, limit: int) -> int:
 
 
 def _vocabulary_or_modulo_bytes(training: Training, limit: int) -> int:
-    vocabulary_ids = [count for count in training.distinct if count <= limit]
-    other_rows = len(vocabulary_ids)  # a row of each vocabulary
-    rows = sum(training.rows(limit)) + other_rows
-    return row_bytes(DIM) * rows + ID_BYTES * sum(vocabulary_ids)
+    vocabulary_sizes = [count for count in training.distinct if count <= limit]
+    # Each vocabulary has a row for the ids that it lacks.
+    rows = sum(training.rows(limit)) + len(vocabulary_sizes)
+    bytes_of_rows = row_bytes(DIM) * rows
+    bytes_of_ids = ID_BYTES * sum(vocabulary_sizes)
+    return bytes_of_rows + bytes_of_ids
 
 
 def _quotient_remainder_bytes(training: Training, limit: int) -> int:
@@ -259,14 +261,18 @@ def _key(row: dict[str, Any]) -> tuple[str, float, int]:
 def sweep(log: ClickLog, rows: list[dict[str, Any]]) -> None:
     """Measures the runs that are not among the results, and saves each of them."""
     num_samples = len(log)
-    training_log = log.part(0, num_samples * 8 // 10)
-    test = log.part(num_samples * 9 // 10, num_samples)
+    training_end = num_samples * 8 // 10
+    test_begin = num_samples * 9 // 10
+    training_log = log.part(0, training_end)
+    test = log.part(test_begin, num_samples)
     training = Training(training_log, counted(training_log.ids))
-    have = {_key(row) for row in rows}
+
+    measured = {_key(row) for row in rows}
     runs = []
     for seed, budget_mb, side in itertools.product(SEEDS, BUDGETS_MB, SIDES):
-        if (side.name, budget_mb, seed) not in have:
+        if (side.name, budget_mb, seed) not in measured:
             runs.append((side, budget_mb, seed))
+
     is_quiet = not sys.stderr.isatty()
     for side, budget_mb, seed in tqdm(runs, disable=is_quiet):
         row = measure(side, training, test, budget_mb, seed)

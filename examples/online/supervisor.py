@@ -215,15 +215,20 @@ class Supervisor:
 
     def _run_all(self, redis_port: int | None) -> None:
         settings = self.settings
-        worker = [sys.executable, str(Path(__file__).with_name("worker.py"))]
-        follower = _follow(settings.published, settings.grpc, settings.http)
-        frozen = _follow(settings.frozen, settings.frozen_grpc, settings.frozen_http)
         if redis_port is not None:
-            self._run("redis", _redis(settings.redis, redis_port))
-        self._run("trainer", [*worker, "trainer", str(settings.folder)])
+            redis = _redis(settings.redis, redis_port)
+            self._run("redis", redis)
+        self._run_worker("trainer")
+        follower = _follow(settings.published, settings.grpc, settings.http)
         self._run("follower", follower)
+        frozen = _follow(settings.frozen, settings.frozen_grpc, settings.frozen_http)
         self._run("frozen", frozen)
-        self._run("generator", [*worker, "generator", str(settings.folder)])
+        self._run_worker("generator")
+
+    def _run_worker(self, role: str) -> None:
+        script = Path(__file__).with_name("worker.py")
+        folder = str(self.settings.folder)
+        self._run(role, [sys.executable, str(script), role, folder])
 
     def __enter__(self) -> Supervisor:
         return self

@@ -197,7 +197,9 @@ class EagerGroups:
     ) -> None:
         """Prepares a batch for :meth:`bags`, with the same arguments."""
         features = [tables[number] for number in feature_tables]
-        counts = [end - first for _, first, end in _parts(features, bags.offsets)]
+        counts = []
+        for _, first, end in _parts(features, bags.offsets):
+            counts.append(end - first)
         group = self._pooled_group(tables, feature_tables, pooling, to)
         group.prefetch(bags.ids, counts)
 
@@ -371,10 +373,14 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
         saved = ctx.saved_tensors
-        ctx.collect(grads[0], *saved)
-        grad_rows = grads[0] if ctx.needs_input_grad[1] else None
-        return None, grad_rows, None, *[None] * len(saved)
+        ctx.collect(grad, *saved)
+        grad_rows = None
+        if ctx.needs_input_grad[1]:
+            grad_rows = grad
+        none_of_saved = [None] * len(saved)
+        return None, grad_rows, None, *none_of_saved
 
 
 def _collect_bags(
@@ -432,11 +438,13 @@ def _parts(
     offsets: Tensor,
 ) -> Iterator[tuple[EagerTable, int, int]]:
     """Yields each feature's table, and where the feature's ids begin and end."""
-    bags = (len(offsets) - 1) // len(features)
+    bags_of_feature = (len(offsets) - 1) // len(features)
     bounds = [0] * (len(features) + 1)
-    if bags:
-        bounds = offsets[::bags].tolist()
-    return zip(features, bounds[:-1], bounds[1:], strict=True)
+    if bags_of_feature:
+        bounds = offsets[::bags_of_feature].tolist()
+    begins = bounds[:-1]
+    ends = bounds[1:]
+    return zip(features, begins, ends, strict=True)
 
 
 def _names(tables: Sequence[EagerTable]) -> str:

@@ -462,10 +462,18 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         table, and the number of ids of each table.
         """
         modules = self._modules_by_table()
-        tables = [modules[number] for number in numbers]
-        ids_of_tables = [batch.ids(self._feature_names[number]) for number in numbers]
-        ids = torch.cat(ids_of_tables) if len(numbers) > 1 else ids_of_tables[0]
-        counts = [len(table_ids) for table_ids in ids_of_tables]
+        tables = []
+        ids_of_tables = []
+        counts = []
+        for number in numbers:
+            table_ids = batch.ids(self._feature_names[number])
+            tables.append(modules[number])
+            ids_of_tables.append(table_ids)
+            counts.append(len(table_ids))
+
+        ids = ids_of_tables[0]
+        if len(ids_of_tables) > 1:
+            ids = torch.cat(ids_of_tables)
         return tables, ids, counts
 
     def need_indices(self) -> bool:

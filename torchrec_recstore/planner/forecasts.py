@@ -455,8 +455,10 @@ class _Job:
     ) -> EmbeddingBagCollection:
         configs = []
         for name, table in self._tables.items():
-            n_features = len(statistics[name].ids_per_sample or ())
-            features = [f"{name}.{number}" for number in range(n_features)]
+            ids_per_sample = statistics[name].ids_per_sample or ()
+            features = []
+            for number in range(len(ids_per_sample)):
+                features.append(f"{name}.{number}")
             configs.append(table_config(name, table, features))
         return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
 

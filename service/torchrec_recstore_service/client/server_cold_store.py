@@ -194,7 +194,8 @@ class ServerColdStore:
         return has_row, rows.view(torch.uint8)[:, : self._row_bytes]
 
     def _put_part(self, ids: Tensor, rows: Tensor) -> None:
-        padded = torch.zeros(len(ids), self._columns * _COLUMN_BYTES, dtype=torch.uint8)
+        padded_bytes = self._columns * _COLUMN_BYTES
+        padded = torch.zeros(len(ids), padded_bytes, dtype=torch.uint8)
         padded[:, : self._row_bytes] = rows
         columns = padded.view(torch.float32)
         self._call(lambda: self._servers.push(self._table, ids, columns))

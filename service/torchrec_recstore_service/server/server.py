@@ -380,7 +380,8 @@ def _kind_of(error: Exception) -> type[Exception] | None:
 
 def _abort(context: Any, status: Status) -> NoReturn:
     if status.error:
-        context.set_trailing_metadata(((ERROR_KEY, status.error),))
-    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-    context.abort(code, status.details)
+        metadata = ((ERROR_KEY, status.error),)
+        context.set_trailing_metadata(metadata)
+    codes_by_number = {code.value[0]: code for code in grpc.StatusCode}
+    context.abort(codes_by_number[status.code], status.details)
     raise AssertionError("abort raises")
