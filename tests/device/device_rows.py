@@ -264,6 +264,7 @@ class Run:
 
     def run_backwards(self) -> None:
         """Runs the backwards that are pending, in a random order."""
+        failures = self.failures
         random = torch.Generator().manual_seed(len(self.found))
         order = torch.randperm(len(self.pending), generator=random)
         for place in order.tolist():
@@ -276,6 +277,18 @@ class Run:
             if step.weights is not None and step.weights.grad is not None:
                 self.found.append(bits(step.weights.grad))
         self.pending.clear()
+        if self.failures > failures:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Waits until autograd's thread for the device has let go of an error.
+
+        The frames of the error keep a pass pending, whose rows cannot be evicted. The
+        thread does so a moment after the backward has raised the error, and before it
+        runs another one.
+        """
+        tensor = torch.zeros(1, device=self.device, requires_grad=True)
+        tensor.to("cpu").backward()
 
     def use_tables(self, step: int) -> None:
         """Uses the tables between two steps."""
