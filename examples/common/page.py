@@ -228,7 +228,8 @@ def _step_time(curves: Mapping[str, Curve]) -> str:
     shares = []
     for title, curve in parts.items():
         lines.append(Line(title, _points(curve)))
-        shares.append(f"{title} {share(sum(curve.values) / total_ms)}")
+        part_ms = sum(curve.values)
+        shares.append(f"{title} {share(part_ms / total_ms)}")
     text = (
         "Time of a step on rank 0 over training samples, in ms. In all:"
         f" {', '.join(shares)}."

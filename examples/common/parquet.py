@@ -210,7 +210,10 @@ class ParquetDataset(IterableDataset[Batch]):
         end = self.num_rows * (self.rank + 1) // self.ranks
         rank_rows = end - first
         steps = len(self)
-        return [first + rank_rows * step // steps for step in range(steps + 1)]
+        begins = []
+        for step in range(steps + 1):
+            begins.append(first + rank_rows * step // steps)
+        return begins
 
     def _rows(self, begin: int, end: int) -> Iterator[pa.Table]:
         """Yields the rows from ``begin`` to ``end`` in the order of the epoch."""

@@ -436,7 +436,11 @@ def _label_texts(labels: list[tuple[float, str, str]]) -> list[str]:
 def _stacked(paths: list[Any]) -> list[Any]:
     """Returns the lines on top of each other."""
     if len(paths[0]) == 1:  # a single point has no area, so a bar is drawn
-        paths = [[(x * 0.9, y), (x * 1.1, y)] for ((x, y),) in paths]
+        bars = []
+        for path in paths:
+            x, y = path[0]
+            bars.append([(x * 0.9, y), (x * 1.1, y)])
+        paths = bars
     for below, path in pairwise(paths):
         for number, ((x, y), (_, bottom)) in enumerate(zip(path, below, strict=True)):
             path[number] = (x, y + bottom)
@@ -448,8 +452,13 @@ def _area(
     paint: str,
     axes: _Axes,
 ) -> str:
-    corners = [f"{axes.place_x(x):.1f},{axes.place_y(y):.1f}" for x, y in outline]
-    return f'<polygon points="{" ".join(corners)}" fill="{paint}"/>'
+    corners = [(axes.place_x(x), axes.place_y(y)) for x, y in outline]
+    return f'<polygon points="{_places(corners)}" fill="{paint}"/>'
+
+
+def _places(points: list[tuple[float, float]]) -> str:
+    """Returns points of the plot as an attribute of SVG."""
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
 def _line(line: Line, paint: str, axes: _Axes) -> list[str]:
@@ -473,9 +482,9 @@ def _line(line: Line, paint: str, axes: _Axes) -> list[str]:
     shapes = []
     dots = []
     for part in parts:
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in part)
         shapes.append(
-            f'<polyline points="{points}" {paint} stroke-width="{width}"{dashes}/>'
+            f'<polyline points="{_places(part)}" {paint}'
+            f' stroke-width="{width}"{dashes}/>'
         )
         if has_few_points or len(part) == 1:
             dots += part
@@ -497,7 +506,8 @@ def _ticks(low: float, high: float, max_ticks: int) -> list[float]:
     """
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
         high = low + (abs(low) or 1.0)
-    step = 10 ** math.floor(math.log10((high - low) / max_ticks))
+    smallest_step = (high - low) / max_ticks
+    step = 10 ** math.floor(math.log10(smallest_step))
     for factor in (1, 2, 5, 10):
         if (high - low) / (step * factor) <= max_ticks:
             break

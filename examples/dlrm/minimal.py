@@ -53,9 +53,13 @@ def read(path: str) -> Rows:
     schema |= dict.fromkeys(DENSE, pl.Float32)
     schema |= dict.fromkeys(SPARSE, pl.String)
     rows = pl.read_csv(path, separator="\t", has_header=False, schema=schema)
-    counts = rows.select((pl.col(DENSE).fill_null(0).clip(-2) + 3).log())
-    ids = rows.select(pl.col(SPARSE).str.to_integer(base=16).fill_null(0))
-    return counts.to_torch(), ids.to_torch().long(), rows["label"].to_torch()
+    counts = pl.col(DENSE).fill_null(0).clip(-2)
+    ids = pl.col(SPARSE).str.to_integer(base=16).fill_null(0)
+    return (
+        rows.select((counts + 3).log()).to_torch(),
+        rows.select(ids).to_torch().long(),
+        rows["label"].to_torch(),
+    )
 
 
 def generate(num_rows: int = 100_000) -> Rows:
@@ -66,8 +70,8 @@ def generate(num_rows: int = 100_000) -> Rows:
     torch.manual_seed(0)
     # member 1 of a feature is the most frequent
     members = (torch.rand(num_rows, len(SPARSE)) ** -1.5).long()
-    # overflows, which mixes the bits
-    ids = (members * len(SPARSE) + torch.arange(len(SPARSE))) * -0x61C8864680B583EB
+    numbers = members * len(SPARSE) + torch.arange(len(SPARSE))
+    ids = numbers * -0x61C8864680B583EB  # overflows, which mixes the bits
     effects = (ids * (ids >> 32)).float() / 2**63  # between -1 and 1
     counts = torch.randn(num_rows, len(DENSE))
     logits = effects.sum(dim=1) + 0.3 * counts.sum(dim=1) - 2

@@ -220,7 +220,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         """Returns (total, DIM) for the items of one user after another, (total, DIM)."""
         normal = self.norm_attention(x)
-        qkv = torch.cat([self.query(normal), self.key(x), self.value(x)], dim=1)
+        qkv = torch.cat(
+            [
+                self.query(normal),
+                self.key(x),
+                self.value(x),
+            ],
+            dim=1,
+        )
         groups = lengths.split(GROUP)
         group_qkvs = qkv.split([int(group.sum()) for group in groups])
         dropout = DROPOUT if self.training else 0.0
@@ -261,7 +268,11 @@ class SASRec(nn.Module):
         x = F.dropout(x, DROPOUT, self.training)
         for block in self.blocks:
             x = block(x, lengths)
-        return self.norm(x), rows["positive"].values(), rows["negative"].values()
+        return (
+            self.norm(x),
+            rows["positive"].values(),
+            rows["negative"].values(),
+        )
 
 
 @torch.no_grad()

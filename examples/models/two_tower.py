@@ -225,6 +225,11 @@ def recall(
     return is_hit.float().mean().item()
 
 
+def _is_among(ids: Tensor, other_ids: Tensor) -> Tensor:
+    """Tells which of the ids, (N, k), are among the other ids, (N, m), of their row."""
+    return (ids[:, :, None] == other_ids[:, None]).any(dim=2)
+
+
 class Live:
     """A publisher of the model, and a follower that finds movies for ``users``.
 
@@ -272,10 +277,9 @@ class Live:
             _, approximate = self.index.search(queries, count)
             scores = queries @ self.vectors(served, ids).T
             exact = ids[scores.topk(count).indices]
-        is_exact = (approximate[:, :, None] == exact[:, None]).any(dim=1)
-        recall_100 = is_exact.float().mean()
+        recall_100 = _is_among(exact, approximate).float().mean()
         best = approximate[:, :10]
-        is_old = (best[:, :, None] == self.last_best[:, None]).any(dim=2)
+        is_old = _is_among(best, self.last_best)
         new = 10 - is_old.float().sum(dim=1).mean()
         self.last_best = best
         print(

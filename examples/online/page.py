@@ -310,7 +310,8 @@ def _plot(
             latest.append(f"{name} {_number(last_y, text_of)}")
     if drawn:
         about += f" Now: {', '.join(latest)}."
-    first_x = min((points[0][0] for points in lines.values() if points), default=0.0)
+    first_xs = [points[0][0] for points in lines.values() if points]
+    first_x = min(first_xs, default=0.0)
     x_unit = "seconds (before 0: history)" if first_x < 0 else "seconds"
     return figure(
         title,

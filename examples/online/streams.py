@@ -437,8 +437,11 @@ class KafkaStream:
                 f" {errors[0].str()}"
             )
         for number, record in enumerate(records, offset + 1):
-            is_click = record.key() == b"%d" % number and len(record) == CLICK.itemsize
-            if record.offset() != number - 1 or not is_click:
+            if (
+                record.offset() != number - 1
+                or record.key() != b"%d" % number
+                or len(record) != CLICK.itemsize
+            ):
                 raise DataError(
                     f"{self._misplaced(record)}, where click {number:,} is expected at"
                     f" offset {number - 1}"

@@ -32,4 +32,5 @@ def work(role: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    leave(status_of(lambda: work(sys.argv[1], Path(sys.argv[2]))))
+    _, role, folder = sys.argv
+    leave(status_of(lambda: work(role, Path(folder))))

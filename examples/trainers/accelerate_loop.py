@@ -45,8 +45,12 @@ KEEP = 2  # checkpoints
 
 def batch_of(rows: list[tuple[Tensor, Tensor, Tensor]]) -> Batch:
     """Makes TorchRec's batch of rows of a ``TensorDataset``."""
-    counts, ids, labels = (torch.stack(column) for column in zip(*rows, strict=True))
-    return Batch(counts, features(ids), labels)
+    counts, ids, labels = zip(*rows, strict=True)
+    return Batch(
+        torch.stack(counts),
+        features(torch.stack(ids)),
+        torch.stack(labels),
+    )
 
 
 def tested_auc(
