@@ -237,9 +237,9 @@ class PooledGroup(TableGroup):
         """See ``TableGroup.resident``."""
         return self.cold_rows.resident(ids, offsets)
 
-    def trains_on_device(self, to: CopyTarget | None) -> bool:
+    def trains_on_device(self) -> bool:
         """See ``TableGroup.trains_on_device``. Gradients are accumulated on the host."""
-        return self.accumulation_steps == 1 and super().trains_on_device(to)
+        return self.accumulation_steps == 1 and super().trains_on_device()
 
     def _lookup(
         self,

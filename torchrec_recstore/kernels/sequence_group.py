@@ -213,9 +213,9 @@ class SequenceGroup(TableGroup):
         for group in self._groups:
             group.rows_lock = rows_on_device.lock
 
-    def trains_on_device(self, to: CopyTarget | None) -> bool:
+    def trains_on_device(self) -> bool:
         """See ``TableGroup.trains_on_device``. Gradients are accumulated on the host."""
-        return super().trains_on_device(to) and not self._is_accumulated
+        return super().trains_on_device() and not self._is_accumulated
 
     @property
     def _is_accumulated(self) -> bool:

@@ -172,11 +172,11 @@ class TableGroup(nn.Module):
         self.updates_late = False
         return self.device_rows
 
-    def trains_on_device(self, to: CopyTarget | None) -> bool:
-        """Returns whether a training lookup in eager mode, whose output goes ``to`` a
+    def trains_on_device(self) -> bool:
+        """Returns whether a training lookup in eager mode, whose output goes to a
         device, is done there.
         """
-        return self.device_rows is not None and to is not None
+        return self.device_rows is not None
 
     def lookup_on_device(
         self, batch: HostBatch, to: CopyTarget
@@ -412,8 +412,7 @@ class _TrainingLookup(torch.autograd.Function):
     ) -> Tensor:
         ids, offsets, counts, weights = batch
         ctx.on_device = None
-        if group.trains_on_device(to):
-            assert to is not None
+        if to is not None and group.trains_on_device():
             batch_on_host = HostBatch(ids, offsets, counts, weights)
             out, context, ctx.on_device = group.lookup_on_device(batch_on_host, to)
         else:
