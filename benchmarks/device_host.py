@@ -10,6 +10,12 @@ distribution, 26 tables, dim 64, a batch of 8,192.
 Prints one JSON row with the milliseconds of forward and backward of both sides: ``host``
 pools and updates on the host, ``device`` leaves both to the device. ``resolve`` is the
 forward of ``host`` without its pooling. The steps are interleaved in one process.
+
+The row also says how long the host's part of ``device`` would take with ``--cores``
+such cores. ``device_one_thread`` is measured after the others. What all threads do not
+make faster is taken to be serial, and the rest to be divided by all cores (Amdahl's
+law). Memory that is slower than so many cores, and tables of which some take longer
+than others, are not in this model.
 """
 
 from __future__ import annotations
@@ -136,7 +142,24 @@ def make_group(rows: int) -> PooledGroup:
     return PooledGroup(tables, range(TABLES), "sum")
 
 
-def run(rows: int, device_rows: int, steps: int, warm_up: int) -> None:
+def modelled_ms(one_thread_ms: float, all_threads_ms: float, cores: int) -> float:
+    """Returns the milliseconds of a step with ``cores`` cores, by Amdahl's law.
+
+    There are at least two threads.
+    """
+    threads = torch.get_num_threads()
+    parallel_ms = (one_thread_ms - all_threads_ms) / (1 - 1 / threads)
+    serial_ms = one_thread_ms - parallel_ms
+    return serial_ms + parallel_ms / cores
+
+
+def run(
+    rows: int,
+    device_rows: int,
+    steps: int,
+    warm_up: int,
+    cores: int,
+) -> None:
     """Measures and prints the JSON row."""
     streams_by_type["meta"] = NoStreams  # type: ignore[assignment]
     kernels_by_type["meta"] = NoKernels  # type: ignore[assignment]
@@ -180,6 +203,12 @@ def run(rows: int, device_rows: int, steps: int, warm_up: int) -> None:
         "resolve": resolved,
     }
     timings = interleave(sides, steps, warm_up=warm_up)
+    # The same sides, so that the caches are as cold as before.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    timings_of_one = interleave(sides, steps, warm_up=5)
+    torch.set_num_threads(threads)
+    timings["device_one_thread"] = timings_of_one["device"]
     assert device.device_rows is not None
     row: dict[str, object] = {
         "benchmark": "device_host",
@@ -187,8 +216,16 @@ def run(rows: int, device_rows: int, steps: int, warm_up: int) -> None:
         "device_rows": device_rows,
         "passes_on_device": device.device_rows.passes,
     }
+    totals_ms = {}
     for side, side_timings in timings.items():
-        row[side] = pass_spreads(side_timings)
+        spreads = pass_spreads(side_timings)
+        row[side] = spreads
+        totals_ms[side] = spreads["total_ms"]["median"]
+    if threads > 1:
+        row["cores"] = cores
+        row["modelled_ms"] = round(
+            modelled_ms(totals_ms["device_one_thread"], totals_ms["device"], cores), 2
+        )
     emit(row)
 
 
@@ -202,8 +239,15 @@ def main() -> None:
     parser.add_argument("--device-rows", type=int, default=30_000)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm-up", type=int, default=200)
+    parser.add_argument("--cores", type=int, default=16)
     arguments = parser.parse_args()
-    run(arguments.rows, arguments.device_rows, arguments.steps, arguments.warm_up)
+    run(
+        arguments.rows,
+        arguments.device_rows,
+        arguments.steps,
+        arguments.warm_up,
+        arguments.cores,
+    )
 
 
 if __name__ == "__main__":
