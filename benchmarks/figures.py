@@ -417,6 +417,23 @@ def _dlrm(row: Row) -> list[Cells]:
     ]
 
 
+def _device_host(row: Row) -> list[Cells]:
+    total_ms = row["device"]["total_ms"]["median"]
+    resolve_ms = row["resolve"]["total_ms"]["median"]
+    backward_ms = row["host"]["backward_ms"]["median"]
+    lines = [
+        (
+            "host's part of a step whose rows are on a device, over resolving ids and a"
+            " backward on the host",
+            f"{total_ms / (resolve_ms + backward_ms):.2f}x ({total_ms:.1f} ms)",
+        )
+    ]
+    if "modelled_ms" in row:
+        figure = f"the same part with {row['cores']} such cores, by Amdahl's law"
+        lines.append((figure, f"{row['modelled_ms']:.1f} ms"))
+    return lines
+
+
 def _checkpoint(row: Row) -> list[Cells]:
     figure = f"checkpoint of {row['bytes'] / 1e9:.1f} GB"
     return [
@@ -773,6 +790,7 @@ _OTHER_FIGURES = {
     "store": _store,
     "small": _small,
     "dlrm": _dlrm,
+    "device_host": _device_host,
     "checkpoint": _checkpoint,
     "delta": _delta,
     "async_save": _async_save,
