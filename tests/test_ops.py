@@ -219,6 +219,7 @@ CASES: dict[str, Any] = {
     "device_plan_ahead": lambda: ([_prefetched()],),
     "device_plan": lambda: (_begun(), [0], [0], torch.zeros(3, dtype=torch.int32)),
     "device_refused": lambda: (_planned(),),
+    "device_has_bags_of_one": lambda: (_begun(),),
     "device_find": lambda: (_on_device(), IDS, 0, 0, True),
     "device_skipped": lambda: (_table(), 1),
     "device_stage_rows": lambda: (
@@ -607,6 +608,7 @@ def test_an_unknown_handle_is_an_error(name: str) -> None:
     }.get(name, 10**9)
     of_context = (
         "device_dirty_of_pass",
+        "device_has_bags_of_one",
         "device_plan",
         "device_plan_refresh",
         "device_read_on_host",

@@ -580,6 +580,10 @@ device_refused: Callable[[Tensor], list[Tensor]] = _ops.device_refused.default
 """(context) -> the raw ids of each table, (n,) int64, that admission has refused in a
 planned lookup.
 """
+device_has_bags_of_one: Callable[[Tensor], bool] = _ops.device_has_bags_of_one.default
+"""(context) -> whether each bag of the lookup has one position. A lookup without offsets
+has such bags, too.
+"""
 device_plan_refresh: Callable[[Tensor], Tensor] = _ops.device_plan_refresh.default
 """(context) -> whether each table counts the update of the lookup, (tables,) int64.
 

@@ -33,7 +33,11 @@ class HostBatch:
 
     @property
     def has_bags_of_one(self) -> bool:
-        """Whether each bag has one position. The offsets are valid."""
+        """Whether each bag has one position. The offsets are valid.
+
+        For a training lookup ``ops.device_has_bags_of_one`` tells it without another
+        look at the offsets.
+        """
         if self.offsets is None:
             return True
         if len(self.offsets) - 1 != len(self.ids):

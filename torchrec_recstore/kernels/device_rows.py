@@ -213,11 +213,12 @@ class DeviceRows:
         if not ops.device_plan(context, arenas.first_slots, arenas.of_table, slots):
             return None
         try:
+            has_bags_of_one = ops.device_has_bags_of_one(context)
             staged = []
             for ids in ops.device_refused(context):
                 staged.append(_Staged(slots=None, ids=ids, cold=None, initial=True))
             settings = self._settings(self._learning_rates())
-            on_device = self._batch_up(batch, slots, staged, settings)
+            on_device = self._batch_up(batch, has_bags_of_one, slots, staged, settings)
         except BaseException:
             self._moves.abort()
             raise
@@ -258,7 +259,9 @@ class DeviceRows:
                 with _memory_errors():
                     self._moves.land()
                     slots, staged = self._find(batch)
-                    on_device = self._batch_up(batch, slots, staged, None)
+                    on_device = self._batch_up(
+                        batch, batch.has_bags_of_one, slots, staged, None
+                    )
                     out = self._pooled(batch, on_device, to)
             except MEMORY_ERRORS:
                 return None
@@ -472,6 +475,7 @@ class DeviceRows:
     def _batch_up(
         self,
         batch: HostBatch,
+        has_bags_of_one: bool,
         slots: Tensor,
         staged: Sequence[_Staged],
         settings: Settings | None,
@@ -488,7 +492,8 @@ class DeviceRows:
         parts = {"slots": slots, "segments": packed.fields}
         if settings is not None:
             parts.update(settings.parts())
-        if batch.offsets is not None and not batch.has_bags_of_one:
+        if not has_bags_of_one:
+            assert batch.offsets is not None
             parts["offsets"] = batch.offsets.int()
         if batch.weights is not None:
             parts["weights"] = batch.weights.detach()

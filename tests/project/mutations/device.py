@@ -221,6 +221,13 @@ DEVICE = [
         "Rows that an update has skipped are counted once more by each question.",
     ),
     Mutation(
+        "torchrec_recstore/kernels/device_rows.py",
+        "if not has_bags_of_one:",
+        "if False:",
+        [_PROGRAMS],
+        "Kernels take each position for a bag.",
+    ),
+    Mutation(
         "torchrec_recstore/kernels/device_passes.py",
         "begin = len(batch.slots) - sum(batch.packed.positions)",
         "begin = 0",

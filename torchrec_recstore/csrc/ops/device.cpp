@@ -108,6 +108,12 @@ std::vector<Tensor> device_refused(Tensor context) {
   return refused;
 }
 
+// Whether each bag of a lookup has one position. The lookup leaves out offsets that say no more than this.
+bool device_has_bags_of_one(Tensor context) {
+  const auto all = passes_of(context);
+  return std::all_of(all.begin(), all.end(), [](const auto& pass) { return pass->batch().offsets == nullptr; });
+}
+
 // Returns for each table whether it counts the update, int64.
 Tensor device_plan_refresh(Tensor context) {
   const auto all = passes_of(context);
@@ -227,6 +233,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("table_make_device_slots(int table, int slots) -> ()");
   m.def("device_plan(Tensor context, int[] firsts, int[] arenas, Tensor(a!) out) -> bool");
   m.def("device_refused(Tensor context) -> Tensor[]");
+  m.def("device_has_bags_of_one(Tensor context) -> bool");
   m.def("device_plan_refresh(Tensor context) -> Tensor");
   m.def("device_updated(Tensor context) -> ()");
   m.def("device_skipped(int table, int rows) -> ()");
@@ -249,6 +256,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("device_plan", RECSTORE_OP(device_plan));
   m.impl("device_refused", RECSTORE_OP(device_refused));
+  m.impl("device_has_bags_of_one", RECSTORE_OP(device_has_bags_of_one));
   m.impl("device_plan_refresh", RECSTORE_OP(device_plan_refresh));
   m.impl("device_updated", RECSTORE_OP(device_updated));
   m.impl("device_find", RECSTORE_ALLOCATING_OP(device_find));
