@@ -131,8 +131,8 @@ def _yes(context: Tensor) -> bool:
     return True
 
 
-def _ids_by_table(context: Tensor) -> list[Tensor]:
-    return [context.new_empty(_size())]
+def _refused(context: Tensor) -> tuple[Tensor, Tensor]:
+    return context.new_empty(_size()), context.new_empty(_size())
 
 
 def _device_find(
@@ -226,7 +226,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "device_plan_refresh": _counted,
     "device_pool": _nothing,
     "device_read_on_host": _nothing,
-    "device_refused": _ids_by_table,
+    "device_refused": _refused,
     "device_settle": _nothing,
     "device_stage_moves": _nothing,
     "device_stage_rows": _nothing,

@@ -576,9 +576,9 @@ fit, a plan exists, and ``out`` has the number of each position's row, as
 ``kernels/device_interface.py`` explains it. The staging of an arena has the initial
 rows of :data:`device_refused`, table by table.
 """
-device_refused: Callable[[Tensor], list[Tensor]] = _ops.device_refused.default
-"""(context) -> the raw ids of each table, (n,) int64, that admission has refused in a
-planned lookup.
+device_refused: Callable[[Tensor], tuple[Tensor, Tensor]] = _ops.device_refused.default
+"""(context) -> the raw ids that admission has refused in a planned lookup, table by
+table, (n,) int64, and their number of each table, (tables,) int64.
 """
 device_has_bags_of_one: Callable[[Tensor], bool] = _ops.device_has_bags_of_one.default
 """(context) -> whether each bag of the lookup has one position. A lookup without offsets

@@ -174,7 +174,7 @@ class DeviceMoves:
                 handle = self._handles[place]
                 ops.device_settle(handle, dirty[number], rows[place])
 
-    def send(self, parts: Mapping[str, Tensor], staging: Staging) -> Sent:
+    def send(self, parts: Mapping[str, Tensor], staging: Staging | None) -> Sent:
         """Copies tensors of the host and staged rows to the device."""
         sent = self._transfers.up(parts)
         rows = self._rows_up([0] * len(self._order), staging)

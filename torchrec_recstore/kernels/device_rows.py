@@ -215,8 +215,10 @@ class DeviceRows:
         try:
             has_bags_of_one = ops.device_has_bags_of_one(context)
             staged = []
-            for ids in ops.device_refused(context):
-                staged.append(_Staged(slots=None, ids=ids, cold=None, initial=True))
+            refused_ids, counts = ops.device_refused(context)
+            if len(refused_ids):
+                for ids in torch.split(refused_ids, counts.tolist()):
+                    staged.append(_Staged(slots=None, ids=ids, cold=None, initial=True))
             settings = self._settings(self._learning_rates())
             on_device = self._batch_up(batch, has_bags_of_one, slots, staged, settings)
         except BaseException:
@@ -518,8 +520,10 @@ class DeviceRows:
             integers=sent.parts.get("integers"),
         )
 
-    def _staging(self, staged: Sequence[_Staged]) -> Staging:
-        """Returns the staging of all arenas, given by table."""
+    def _staging(self, staged: Sequence[_Staged]) -> Staging | None:
+        """Returns the staging of all arenas. ``staged`` is given by table, or empty."""
+        if not staged:
+            return None
         rows = []
         for arena in self._arenas.all:
             rows.append(sum(len(staged[number].ids) for number in arena.numbers))

@@ -98,14 +98,17 @@ bool device_plan(Tensor context, std::vector<int64_t> firsts, std::vector<int64_
   return true;
 }
 
-// The ids, by table, whose initial rows are in the staging of a planned lookup.
-std::vector<Tensor> device_refused(Tensor context) {
-  std::vector<Tensor> refused;
+// The ids whose initial rows are in the staging of a planned lookup, table by table, and their number of each table.
+std::tuple<Tensor, Tensor> device_refused(Tensor context) {
+  std::vector<int64_t> refused, counts;
   for (const auto& pass : passes_of(context)) {
     if (pass->refused_ids().size() != pass->table_count()) throw InvalidArgument("the pass has no plan");
-    for (const auto& ids : pass->refused_ids()) refused.push_back(id_tensor(ids));
+    for (const auto& ids : pass->refused_ids()) {
+      refused.insert(refused.end(), ids.begin(), ids.end());
+      counts.push_back(static_cast<int64_t>(ids.size()));
+    }
   }
-  return refused;
+  return {id_tensor(refused), id_tensor(counts)};
 }
 
 // Whether each bag of a lookup has one position. The lookup leaves out offsets that say no more than this.
@@ -232,7 +235,7 @@ void device_settle(int64_t table_handle, Tensor dirty, Tensor rows) {
 STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("table_make_device_slots(int table, int slots) -> ()");
   m.def("device_plan(Tensor context, int[] firsts, int[] arenas, Tensor(a!) out) -> bool");
-  m.def("device_refused(Tensor context) -> Tensor[]");
+  m.def("device_refused(Tensor context) -> (Tensor, Tensor)");
   m.def("device_has_bags_of_one(Tensor context) -> bool");
   m.def("device_plan_refresh(Tensor context) -> Tensor");
   m.def("device_updated(Tensor context) -> ()");
