@@ -172,9 +172,7 @@ def calls_of_a_table(model: Model, device: torch.device) -> Found:
     return found
 
 
-def changed_plan(
-    model: Model, device: torch.device, *, trains: bool = True, **constraint: Any
-) -> Found:
+def changed_plan(model: Model, device: torch.device, **constraint: Any) -> Found:
     """Rows move to tables of another plan, and are trained there."""
     options = replace(TableOptions(), **constraint.pop("options", {}))
     planner = RecStorePlanner(
@@ -187,8 +185,7 @@ def changed_plan(
     sharder = model._sharder_map[EmbeddingBagCollection]
     plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
     reshard(model, plan)
-    found: Found = {"out": train(model, device, STEPS)} if trains else {}
-    return {**found, **rows_of(model)}
+    return {"out": train(model, device, STEPS), **rows_of(model)}
 
 
 def replaced_rows(model: Model, device: torch.device) -> Found:
@@ -252,10 +249,8 @@ ROADS: dict[str, Callable[[Model, torch.device], Found]] = {
     "row_wise": partial(
         changed_plan, sharding_types=["row_wise"], options={"device_rows": 14}
     ),
-    # FBGEMM's op that puts the columns in order has no gradient on this device.
     "column_wise": partial(
         changed_plan,
-        trains=False,
         sharding_types=["column_wise"],
         min_partition=4,
         options={"device_rows": 14},

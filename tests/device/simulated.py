@@ -117,6 +117,8 @@ def register() -> torch.device:
                 ),
                 "PrivateUse1",
             )
+        if hasattr(torch.ops.fbgemm, "batch_index_select_dim0"):
+            _register_gradients()
         # The collectives of TorchRec, which gloo runs on the values.
         c10d = torch.library.Library("c10d", "IMPL")
         _libraries.append(c10d)
@@ -134,6 +136,108 @@ def register() -> torch.device:
         device_copies.streams_by_type[NAME] = streams.DeviceStreams
         device_interface.kernels_by_type[NAME] = SimulatedKernels
     return torch.device(NAME, 0)
+
+
+def _register_gradients() -> None:
+    """Gives the tensors of the device a gradient in the operators of FBGEMM whose own
+    functions for autograd (fbgemm-gpu 1.8.0) give them none.
+    """
+    fbgemm = torch.library.Library("fbgemm", "IMPL")
+    simulated = torch.library.Library("simulated", "DEF")
+    _libraries.extend((fbgemm, simulated))
+    fbgemm.impl("batch_index_select_dim0", _SelectedBags.apply, "AutogradPrivateUse1")
+    simulated.define(
+        "select_bags(Tensor inputs, Tensor indices, int[] counts, int[] rows,"
+        " int[] columns, bool permuted) -> Tensor"
+    )
+    simulated.impl("select_bags", torch.ops.fbgemm.batch_index_select_dim0, "CPU")
+    simulated.define(
+        "select_gradient(Tensor grad, Tensor indices, int inputs, int[] counts,"
+        " int[] rows, int[] columns, bool permuted) -> Tensor"
+    )
+    simulated.impl("select_gradient", _select_gradient, "CPU")
+    fbgemm.impl(
+        "permute_pooled_embs_auto_grad_split",
+        _PermutedColumns.apply,
+        "AutogradPrivateUse1",
+    )
+
+
+class _SelectedBags(torch.autograd.Function):
+    """FBGEMM's op that repeats the bags of a batch of variable sizes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        indices: torch.Tensor,
+        counts: list[int],
+        rows: list[int],
+        columns: list[int],
+        permuted: bool = False,
+    ) -> torch.Tensor:
+        ctx.indices = indices
+        ctx.sizes = (inputs.numel(), counts, rows, columns, permuted)
+        selected: torch.Tensor = torch.ops.simulated.select_bags(
+            inputs, indices, counts, rows, columns, permuted
+        )
+        return selected
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad = torch.ops.simulated.select_gradient(
+            grads[0].contiguous(), ctx.indices, *ctx.sizes
+        )
+        return grad, None, None, None, None, None
+
+
+def _select_gradient(
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    inputs: int,
+    counts: list[int],
+    rows: list[int],
+    columns: list[int],
+    permuted: bool,
+) -> torch.Tensor:
+    """Returns the gradient that FBGEMM's op has on the host."""
+    with torch.enable_grad():
+        leaf = torch.zeros(inputs, requires_grad=True)
+        selected = torch.ops.fbgemm.batch_index_select_dim0(
+            leaf, indices, counts, rows, columns, permuted
+        )
+        (gradient,) = torch.autograd.grad(selected, leaf, grad)
+    return gradient
+
+
+class _PermutedColumns(torch.autograd.Function):
+    """FBGEMM's op that puts the columns of shards in order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pooled: torch.Tensor,
+        offset_dims: torch.Tensor,
+        permutation: torch.Tensor,
+        inverse_offset_dims: torch.Tensor,
+        inverse_permutation: torch.Tensor,
+    ) -> torch.Tensor:
+        order = (offset_dims, permutation)
+        inverse = (inverse_offset_dims, inverse_permutation)
+        ctx.lists = (*inverse, *order)
+        permuted: torch.Tensor = torch.ops.fbgemm.permute_pooled_embs_split(
+            pooled, *order, *inverse
+        )
+        return permuted
+
+    @staticmethod
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
+        grad = torch.ops.fbgemm.permute_pooled_embs_split(
+            grads[0].contiguous(), *ctx.lists
+        )
+        return grad, None, None, None, None
 
 
 PREFIX = "rows."
