@@ -27,7 +27,12 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharding_type", "routing"),
-    [("table_wise", "block"), ("row_wise", "block"), ("row_wise", "hash")],
+    [
+        ("table_wise", "block"),
+        ("row_wise", "block"),
+        ("row_wise", "hash"),
+        ("column_wise", "block"),
+    ],
 )
 def test_a_crash_changes_nothing(
     sharding_type: str, routing: str, tmp_path: Path

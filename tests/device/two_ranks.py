@@ -57,7 +57,11 @@ def build(
     options = TableOptions(
         max_rows=MOST, eviction=LRU(), device_rows=rows, routing=routing
     )
-    constraint = RecStoreConstraints(sharding_types=[sharding_type], options=options)
+    constraint = RecStoreConstraints(
+        sharding_types=[sharding_type],
+        min_partition=4 if sharding_type == "column_wise" else None,
+        options=options,
+    )
     planner = RecStorePlanner(
         topology=Topology(world_size=RANKS, compute_device="cpu"),
         constraints={"t_user": constraint, "t_item": constraint},
